@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import pickle
@@ -319,6 +320,18 @@ def test_the_reason_names_the_line_once():
     assert text.count("x.sum().item() < 1e9") == 1
     assert "TORCH" not in text
     assert len(text.splitlines()) < 15
+
+
+@quiet
+def test_a_step_whose_output_is_dropped_is_metered_no_more():
+    chk = rotor.Checkpointable(Deep(), mem_limit="1MiB")
+    gc.disable()
+    try:
+        chk(rows())
+        with memory.meter("cpu"):
+            pass
+    finally:
+        gc.enable()
 
 
 @quiet

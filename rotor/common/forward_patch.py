@@ -12,7 +12,7 @@ __all__ = ["PatchedForwards"]
 
 
 class PatchedForwards:
-    """Context in which modules run a replacement of their forward.
+    """Context, entered once, in which modules run a replacement of their forward.
 
     Parameters
     ----------
@@ -36,6 +36,8 @@ class PatchedForwards:
     def __exit__(self, *_: object) -> None:
         for module, own in self._own:
             _restore(module, own)
+        # The replacements would keep what refers to this context, such as a meter.
+        self._new.clear()
 
     @contextmanager
     def paused(self, module: nn.Module | None = None) -> Iterator[None]:
