@@ -129,3 +129,4 @@ def test_a_model_with_a_scripted_part_trains(how: str, engine: str, inside: bool
         model(x).square().mean().backward()
         assert all(map(torch.equal, expected, [p.grad for p in net.parameters()]))
         net.zero_grad()
+    assert model.plan.engine != "plain"

@@ -156,7 +156,8 @@ class Entry(Place):
 
     def get(self) -> Any:
         """Return the value; a mark if the key is missing."""
-        return self.owner.get(self.key, MISSING)
+        # The slots of a script have no `get`.
+        return self.owner[self.key] if self.key in self.owner else MISSING  # noqa: SIM401
 
     def put(self, value: Any) -> None:
         """Set the key, or remove it."""

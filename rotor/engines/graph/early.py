@@ -99,8 +99,8 @@ def owners_of(
     if lowered.reads_gradients:
         return None
     numbers: dict[int, list[int]] = {}
-    for number, (values, name) in enumerate(slots):
-        numbers.setdefault(id(values.get(name)), []).append(number)
+    for number, slot in enumerate(slots):
+        numbers.setdefault(id(core.value_in(slot)), []).append(number)
     leaves: dict[int, list[int]] = {}
     for number, leaf in enumerate(core.tree_flatten(arguments)[0]):
         if type(leaf) in (torch.Tensor, nn.Parameter):
