@@ -20,6 +20,7 @@ from torch.autograd.function import Function
 from torch.utils.weak import TensorWeakRef
 
 from rotor._pytorch import backwards, core, devices
+from rotor.common.collector import CollectorPause
 from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
 from rotor.common.tensor_trees import map_tensors, output_tensors, replaced, tree_tensors, versions
 from rotor.common.undisturbed import buffers_copied, trial
@@ -242,29 +243,30 @@ class Rerun:
         roots = [k for k, gradient in enumerate(given) if gradient is not None]
         if not asked or not roots:
             return {}
-        level = devices.level(self._device)
-        outputs = self.output(forward)
-        recorded = devices.level(self._device)
-        if len(outputs) != len(given):
-            raise RuntimeError(
-                f"the forward returned {len(outputs)} tensors when it ran again for this "
-                f"backward, and {len(given)} before: it depends on a state that is not "
-                "restored. Use the plain model (chk.module) for such a backward"
-            )
-        roots = [k for k in roots if outputs[k].requires_grad]
-        with core.without_hooks(core.hooks_of(asked.values())):
-            found = torch.autograd.grad(
-                [outputs[k] for k in roots],
-                list(asked.values()),
-                [given[k] for k in roots],
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-        if torch.is_grad_enabled():
-            for reference, output in zip(mine, outputs, strict=False):
-                _join(reference(), output)
-        del outputs
-        self._notes.report(max(recorded, devices.level(self._device)) - level)
+        with CollectorPause():  # It would free memory of others between the levels.
+            level = devices.level(self._device)
+            outputs = self.output(forward)
+            recorded = devices.level(self._device)
+            if len(outputs) != len(given):
+                raise RuntimeError(
+                    f"the forward returned {len(outputs)} tensors when it ran again for this "
+                    f"backward, and {len(given)} before: it depends on a state that is not "
+                    "restored. Use the plain model (chk.module) for such a backward"
+                )
+            roots = [k for k in roots if outputs[k].requires_grad]
+            with core.without_hooks(core.hooks_of(asked.values())):
+                found = torch.autograd.grad(
+                    [outputs[k] for k in roots],
+                    list(asked.values()),
+                    [given[k] for k in roots],
+                    create_graph=torch.is_grad_enabled(),
+                    allow_unused=True,
+                )
+            if torch.is_grad_enabled():
+                for reference, output in zip(mine, outputs, strict=False):
+                    _join(reference(), output)
+            del outputs
+            self._notes.report(max(recorded, devices.level(self._device)) - level)
         if self._is_over:
             self._drop()
         return dict(zip(asked, found, strict=True))
