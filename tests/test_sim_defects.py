@@ -270,7 +270,8 @@ def test_another_stream_within_a_budget_is_refused(sim):
 
 
 def test_a_capture_is_refused(sim, monkeypatch):
-    wrapped = rotor.Checkpointable(nn.Linear(4, 4).to("sim"), mem_limit="1 MiB")
+    layer = nn.Linear(4, 4).to("sim")
+    wrapped = rotor.Checkpointable(layer, mem_limit="1 MiB", engine="graph")
     monkeypatch.setattr(sim, "is_current_stream_capturing", lambda: True, raising=False)
     with pytest.raises(RuntimeError, match="cannot be captured"):
         wrapped(torch.zeros(2, 4, device="sim"))

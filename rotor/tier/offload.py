@@ -19,7 +19,15 @@ from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier
 from rotor.units import format_bytes, parse_bytes
 
-__all__ = ["PLANNED_SHARE", "Offload", "check_device", "checked_offload", "measure_link", "tier_of"]
+__all__ = [
+    "PLANNED_SHARE",
+    "Offload",
+    "UnreachableError",
+    "check_device",
+    "checked_offload",
+    "measure_link",
+    "tier_of",
+]
 
 logger = logging.getLogger("rotor")
 
@@ -243,10 +251,14 @@ def _timed_link(tier: Tier, place: torch.device) -> Link:
     )
 
 
+class UnreachableError(ValueError):
+    """Choice of a tier that does not reach the memory of the step's device."""
+
+
 def check_device(tier: Tier, device: torch.device) -> None:
-    """Raise ValueError if a tier does not reach the memory of a device."""
+    """Raise UnreachableError if a tier does not reach the memory of a device."""
     if not tier.reaches(device):
-        raise ValueError(
+        raise UnreachableError(
             f"{type(tier).__name__} does not reach the memory of {device.type}, on which this step "
             'runs: offload="disk" is for the CPU, offload="host" for accelerators'
         )

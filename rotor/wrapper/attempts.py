@@ -25,6 +25,7 @@ from rotor.engines.contract import Call, Context, Engine, Key, NothingToPlan, Re
 from rotor.engines.plain import PlainEngine
 from rotor.errors import InfeasibleError, RecomputationError
 from rotor.meter.allocator import MeterBusyError, storage_bytes
+from rotor.tier.offload import UnreachableError
 from rotor.units import exact_bytes
 
 __all__ = ["Attempts"]
@@ -35,6 +36,7 @@ _ANSWERS = (
     RankError,
     NothingToPlan,
     MeterBusyError,
+    UnreachableError,
     torch.OutOfMemoryError,
     Warning,
 )
