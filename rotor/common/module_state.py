@@ -251,6 +251,7 @@ class Watch:
         self._seen: set[int] = set()
         self._keep: list[Any] = []
         self._own: set[int] = set()
+        self._slots: set[int] = set()
         self.generators: list[str] = []
         modules = list(modules)
         for _, module in modules:
@@ -274,8 +275,9 @@ class Watch:
         if isinstance(value, _SCALARS) or value is MISSING:
             return
         if isinstance(value, torch.Tensor):
+            is_slot = holder is not None and id(holder.owner) in self._slots
             is_value = not isinstance(value, nn.Parameter) and value.grad_fn is None
-            if is_value and self._copies_tensors:
+            if is_value and self._copies_tensors and not is_slot:
                 self._mutable(value, holder)
             return
         if id(value) in self._seen:
@@ -312,6 +314,8 @@ class Watch:
 
         self._values(name, slots, Entry, keys)
         for inner in self._slots_of(module):
+            # The values of parameters and buffers are kept by others.
+            self._slots.add(id(inner))
             self._visit(name, inner, None)
         for hook in core.forward_hooks(module):
             self._waiting.append((f"a hook of {name}", hook, None))
