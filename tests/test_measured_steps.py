@@ -9,7 +9,7 @@ import torch
 import rotor
 from rotor.fit import batches, steps
 from rotor.fit.search import largest_batch
-from rotor.wrapper import driver
+from rotor.wrapper import metering
 
 KINDS = [
     ("recurrent", "auto"),
@@ -23,16 +23,16 @@ KINDS = [
 def metered(monkeypatch):
     """Peaks of all metered steps."""
     peaks: list[int] = []
-    plain = driver.StepMeter
+    plain = metering.StepMeter
 
-    def start(device, done, existing=(), reserving=None):
+    def start(device, done, *others):
         def noted(step):
             peaks.append(step.peak_bytes)
             done(step)
 
-        return plain(device, noted, existing, reserving)
+        return plain(device, noted, *others)
 
-    monkeypatch.setattr(driver, "StepMeter", start)
+    monkeypatch.setattr(metering, "StepMeter", start)
     return peaks
 
 
