@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,62 @@ def test_the_branch_for_compiled_code_is_not_taken_where_it_gives_others() -> No
     with pytest.warns(rotor.MemoryLimitWarning):
         limited = results(lambda: Masked(2.0), "auto")
     assert limited == results(lambda: Masked(2.0), None)
+
+
+class Kept(nn.Module):
+    """Model that asks in two functions, of which one cannot be captured as it runs plainly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+    def _look(self, x: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling() and bool((x == 1).all()):
+            raise ValueError("ones")
+
+    def _factor(self) -> float:
+        return 3.0 if torch.compiler.is_compiling() else 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._look(x)
+        return self.body(x) * self._factor()
+
+
+def test_only_code_that_cannot_be_captured_is_told_that_it_is_compiled() -> None:
+    assert results(Kept, "graph") == results(Kept, None)
+
+
+def test_a_capture_that_was_tried_again_keeps_no_output() -> None:
+    model = rotor.Checkpointable(Kept(), mem_limit="1 MB", engine="graph", planning="before")
+    output = model(torch.randn(4, 16))
+    alive = weakref.ref(output)
+    del output
+    assert alive() is None
+
+
+class Packed(nn.Module):
+    """Model that branches on positions, and on numbers that are drawn."""
+
+    def __init__(self, draws: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        self.draws = draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.rand(4) if self.draws else torch.arange(x.shape[0])
+        steps = torch.diff(positions, prepend=positions[:1] - 1)
+        if not (steps != 1).any():
+            return self.body(x)
+        return self.body(-x)
+
+
+def test_branches_on_values_that_depend_on_no_input_are_captured() -> None:
+    assert results(Packed, "graph") == results(Packed, None)
+
+
+def test_branches_on_values_that_are_drawn_are_not_captured() -> None:
+    with pytest.raises(rotor.CaptureError, match="data-dependent"):
+        results(lambda: Packed(draws=True), "graph")
 
 
 class Scaled(nn.Module):

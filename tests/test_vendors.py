@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VENDOR_LINES = {
     "rotor/_core.pyi": 2,  # the driver, by dlopen
     "rotor/_pytorch/devices.py": 3,  # versions of its libraries; the default where none is here
-    "rotor/_pytorch/dispatch.py": 3,  # precisions of cuBLAS and cuDNN
+    "rotor/_pytorch/cudnn.py": 1,  # where BatchNorm is cuDNN's
+    "rotor/_pytorch/dispatch.py": 2,  # precisions of cuBLAS and cuDNN
     "rotor/_pytorch/inductor.py": 1,  # devices that Triton compiles for
     "rotor/commands/checks.py": 1,  # an example
     "rotor/common/model_state.py": 1,  # cuDNN's batch norm

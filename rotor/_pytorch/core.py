@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -42,6 +42,13 @@ def value_in(slot: Slot) -> Any:
     """Return what a slot holds, ``None`` if it is gone; the slots of a script have no ``get``."""
     slots, name = slot
     return slots[name] if name in slots else None  # noqa: SIM401
+
+
+def reader(slots: Sequence[Slot]) -> Callable[[], Iterable[Any]]:
+    """Return a function that returns what slots hold now, as `value_in` does."""
+    if slots and all(isinstance(where, dict) for where, _ in slots):
+        return functools.partial(map, dict.get, *map(list, zip(*slots, strict=True)))
+    return functools.partial(map, value_in, slots)
 
 
 def slots_of_module(module: nn.Module, *, with_parameters: bool = True) -> list[Any]:
@@ -555,6 +562,13 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
+
+
+def hide_from_dynamo(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` leave the frames of a function, and those within, as they are."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def rank() -> int:

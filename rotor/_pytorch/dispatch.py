@@ -265,6 +265,7 @@ _CPU_PRECISIONS = (
     ("mkldnn", "rnn"),
 )
 _CUDA_PRECISIONS = (("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+_BLAS = torch.backends.cuda
 
 
 def _precision_readers(names: tuple[tuple[str, str], ...]) -> tuple[Callable[[], str], ...]:
@@ -305,8 +306,8 @@ def write_flags(flags: tuple[Any, ...]) -> None:
     torch._C._set_cudnn_enabled(cudnn)
     torch._C._set_cudnn_benchmark(benchmark)
     torch._C._set_cudnn_deterministic(deterministic)
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = half
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = bfloat16
+    _BLAS.matmul.allow_fp16_reduced_precision_reduction = half
+    _BLAS.matmul.allow_bf16_reduced_precision_reduction = bfloat16
 
 
 def saving_hooks() -> Any:
@@ -320,7 +321,7 @@ def default_device() -> torch.device | None:
 
 
 _ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-_ATTENTION_GETTERS = [getattr(torch.backends.cuda, f"{name}_enabled") for name in _ATTENTION]
+_ATTENTION_GETTERS = [getattr(_BLAS, f"{name}_enabled") for name in _ATTENTION]
 
 
 def attention_kernels() -> list[bool]:
@@ -331,7 +332,7 @@ def attention_kernels() -> list[bool]:
 def set_attention_kernels(enabled: list[bool]) -> None:
     """Set what `attention_kernels` returned."""
     for name, flag in zip(_ATTENTION, enabled, strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}")(flag)
+        getattr(_BLAS, f"enable_{name}")(flag)
 
 
 def direct_call(function: Any) -> Any:

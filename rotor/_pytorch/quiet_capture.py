@@ -5,20 +5,67 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rotor._pytorch.constant_branches import constant_branches
 from rotor._pytorch.draws import Draws
 
-__all__ = ["capturing", "capturing_again"]
+__all__ = ["Branches", "capturing", "capturing_again"]
+
+
+class Branches:
+    """Answers to code that asks whether it is compiled: no, as in plain execution, where possible.
+
+    Functions whose plain branch cannot be captured are told that they are compiled.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+        self._asked: set[tuple[str, str]] = set()
+
+    @property
+    def are_plain(self) -> bool:
+        """True if no function is told that it is compiled."""
+        return not self._told
+
+    def answer(self, tx: Any) -> bool:
+        """Return the answer to the code that dynamo's instruction translator is tracing."""
+        asking = set()
+        while tx is not None:
+            asking.add((tx.f_code.co_filename, tx.f_code.co_name))
+            tx = tx.parent
+        self._asked |= asking
+        return not self._told.isdisjoint(asking)
+
+    def take(self, error: BaseException | None) -> bool:
+        """Give other answers after a capture failed; False if there are no others.
+
+        Parameters
+        ----------
+        error
+            Dynamo's error: the function in which it arose, or else the next one around it that
+            asked, is told that it is compiled. All are if none did.
+        """
+        stack = getattr(error, "real_stack", None) or ()
+        frames = [(frame.filename, frame.name) for frame in stack]
+        asked = self._asked - self._told
+        within = next(({frame} for frame in reversed(frames) if frame in asked), asked)
+        self._told |= within
+        return bool(within)
+
+    def take_back(self) -> None:
+        """Tell no function that it is compiled."""
+        self._told.clear()
 
 
 @contextmanager
-def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None]:
+def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
 
     ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
@@ -26,9 +73,8 @@ def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None
 
     Parameters
     ----------
-    asked
-        Function called where the code asks whether it is compiled, and is told that it is not;
-        ``None``: it is told that it is.
+    branches
+        Answers to code that asks whether it is compiled.
     draws
         Random numbers that the captured code draws.
     """
@@ -54,7 +100,8 @@ def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None
         settings,
         warnings.catch_warnings(),
         _requires_grad_set_in_forward(),
-        nullcontext() if asked is None else _branches_of_plain_execution(asked),
+        _answered_by(branches),
+        constant_branches(),
         draws.drawn_anew(),
         _unordered_settings(),
         _layouts_of_outputs(),
@@ -65,31 +112,38 @@ def capturing(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None
 
 
 @contextmanager
-def _branches_of_plain_execution(asks: Callable[[], object]) -> Iterator[None]:
-    """Have ``torch.compiler.is_compiling()`` and the like be false but in PyTorch's own code."""
-    from torch._dynamo.variables import ConstantVariable
+def _answered_by(branches: Branches) -> Iterator[None]:
+    """Have ``torch.compiler.is_compiling()`` and the like answered but in PyTorch's own code.
+
+    No stream is being captured either: without an accelerator dynamo could not ask.
+    """
+    from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable
     from torch._dynamo.variables import torch as variables
 
     asked = {f for f, answer in variables.tracing_state_functions().items() if answer}
-    owner: Any = variables.TorchInGraphFunctionVariable
-    call = owner.call_function
+    owners: list[Any] = [variables.TorchInGraphFunctionVariable, SkipFunctionVariable]
+    calls = [owner.call_function for owner in owners]
 
-    def answered(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def answered(call: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         caller = str(tx.f_globals.get("__name__", ""))
-        if self.value in asked and caller.partition(".")[0] != "torch":
-            asks()
-            return ConstantVariable.create(False)
+        if caller.partition(".")[0] != "torch":
+            if self.value in asked:
+                return ConstantVariable.create(branches.answer(tx))
+            if getattr(self.value, "__name__", "") == "is_current_stream_capturing":
+                return ConstantVariable.create(False)
         return call(self, tx, args, kwargs)
 
-    owner.call_function = answered
+    for owner, call in zip(owners, calls, strict=True):
+        owner.call_function = partialmethod(partial(answered, call))
     try:
         yield
     finally:
-        owner.call_function = call
+        for owner, call in zip(owners, calls, strict=True):
+            owner.call_function = call
 
 
 @contextmanager
-def capturing_again(asked: Callable[[], object] | None, draws: Draws) -> Iterator[None]:
+def capturing_again(branches: Branches, draws: Draws) -> Iterator[None]:
     """Enter `capturing` if a call in the context is captured; else it costs next to nothing."""
     from torch._dynamo.callback import callback_handler as handler
 
@@ -98,7 +152,7 @@ def capturing_again(asked: Callable[[], object] | None, draws: Draws) -> Iterato
     def enter(_: object) -> None:
         # Captures of other threads are announced too.
         if threading.get_ident() == me:
-            entered.enter_context(capturing(asked, draws))
+            entered.enter_context(capturing(branches, draws))
 
     def leave(_: object) -> None:
         if threading.get_ident() == me:

@@ -16,6 +16,7 @@ __all__ = ["OwnParametrizations", "Writes"]
 
 core.check(
     (
+        "_C._dynamo.eval_frame.set_code_exec_strategy",
         "_C._autograd._unsafe_set_version_counter",
         "nn.utils.parametrize._cache",
         "utils._python_dispatch.TorchDispatchMode",
@@ -130,7 +131,7 @@ class Writes(_python_dispatch.TorchDispatchMode):
                     self._made.add(core.storage_identity(part))
         return result
 
-    __torch_dispatch__ = core.untraced(__torch_dispatch__, "a trial sees every operator")
+    core.hide_from_dynamo(__torch_dispatch__)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         parts = core.strided_parts(tensor)

@@ -104,6 +104,7 @@ class ModelState:
         self._classes = [(vars(kind), _reader(kind)) for kind in (*self._kinds, nn.Module)]
         self._code, self._functions = self._called_code(), self._all_functions()
         self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
+        self._read_parameters = core.reader(self._parameters)
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
 
@@ -146,6 +147,10 @@ class ModelState:
         """Slots of parameters: (the dictionary of their module, their name)."""
         return self._parameters
 
+    def current_parameters(self) -> list[Any]:
+        """Return what the slots of parameters hold now, ``None`` where one is gone."""
+        return list(self._read_parameters())
+
     def is_current(self) -> bool:
         """Return whether modules, what runs in their calls, and their sharding are unchanged."""
         return (
@@ -181,7 +186,7 @@ class ModelState:
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Return flags of the parameters: which require gradients, and which have none yet."""
-        parameters = list(map(core.value_in, self._parameters))
+        parameters = self.current_parameters()
         return (
             tuple([p is not None and p.requires_grad for p in parameters]),
             tuple([p is not None and p.grad is None for p in parameters]),

@@ -63,6 +63,8 @@ class Unit:
         self.modules = list(modules)
         self.parameters = [slot for m in self.modules for slot in core.parameter_slots(m)]
         self.buffers = [slot for m in self.modules for slot in core.buffer_slots(m)]
+        self.read_parameters = core.reader(self.parameters)
+        self.read_buffers = core.reader(self.buffers)
         self._versions: list[tuple[int, int]] | None = None
         self._written: set[int] = set()
 
@@ -72,13 +74,13 @@ class Unit:
 
     def parameter_versions(self) -> list[tuple[int, int]]:
         """Return what changes when a parameter is written to or replaced."""
-        return _versions(self.parameters)
+        return _versions(self.read_parameters())
 
     def written_buffers(self) -> tuple[list[tuple[int, int]], dict[int, torch.Tensor | None]]:
         """Return the versions of all buffers, and copies of those that forwards write to."""
-        now = _versions(self.buffers)
+        values = list(self.read_buffers())
+        now = _versions(values)
         if self._versions is None:
-            values = map(core.value_in, self.buffers)
             written = {k for k, v in enumerate(values) if v is None or _bytes(v) <= _FIRST_BYTES}
         else:
             pairs = enumerate(zip(now, self._versions, strict=True))
@@ -87,8 +89,7 @@ class Unit:
         self._versions = now
         found: dict[int, torch.Tensor | None] = {}
         for k in written:
-            value = core.value_in(self.buffers[k])
-            found[k] = None if value is None else value.detach().clone()
+            found[k] = None if values[k] is None else values[k].detach().clone()
         return now, found
 
 
@@ -96,8 +97,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return sum(part.nbytes for part in core.strided_parts(tensor))
 
 
-def _versions(slots: Sequence[core.Slot]) -> list[tuple[int, int]]:
-    values = list(map(core.value_in, slots))
+def _versions(values: Iterable[Any]) -> list[tuple[int, int]]:
     return [(id(v), 0 if v is None or v.is_inference() else v._version) for v in values]
 
 
@@ -156,7 +156,7 @@ class Rerun:
                 "retain_graph=True to the first backward"
             )
         keeps = core.keeps_graph()
-        parameters = map(core.value_in, self._unit.parameters)
+        parameters = self._unit.read_parameters()
         is_split = keeps and core.splits_backward(p for p in parameters if p is not None)
         if is_split and backwards.in_split_backward():
             raise RuntimeError(SPLIT_BACKWARD)
@@ -273,7 +273,7 @@ class Rerun:
 
     def _check(self, value: Any) -> None:
         unit = self._unit
-        buffers = zip(self._buffers, _versions(unit.buffers), strict=True)
+        buffers = zip(self._buffers, _versions(unit.read_buffers()), strict=True)
         changed = [
             f"parameter {unit.parameters[k][1]}"
             for k, pair in enumerate(zip(self._parameters, unit.parameter_versions(), strict=True))
@@ -366,7 +366,8 @@ class _Part:
         token: Any,
     ) -> None:
         self._rerun, self._forward, self._positions = rerun, forward, positions
-        self._leaves, self._token = [*map(_let_go, leaves)], token
+        self._leaves = [t if t.grad_fn is None else TensorWeakRef(t) for t in leaves]
+        self._token = token
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     def backward(self, given: Sequence[torch.Tensor | None]) -> Iterable[torch.Tensor | None]:

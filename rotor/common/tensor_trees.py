@@ -19,9 +19,16 @@ Flags = tuple[bool, ...]
 
 
 def tree_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a value, in order."""
+    """Return the tensors in a value, in order; plain containers are walked without pytrees."""
     if isinstance(value, torch.Tensor):
         return [value]
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [tensor for part in value for tensor in tree_tensors(part)]
+    if kind is dict:
+        return [tensor for part in value.values() for tensor in tree_tensors(part)]
+    if value is None or isinstance(value, int | float | str):
+        return []
     return [leaf for leaf in core.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
@@ -32,18 +39,6 @@ def result_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in result_tensors(item)]
     return []
-
-
-def argument_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in arguments, in order; plain containers are walked without pytrees."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return [tensor for part in value for tensor in argument_tensors(part)]
-    if kind is dict:
-        return [tensor for part in value.values() for tensor in argument_tensors(part)]
-    if value is None or isinstance(value, int | float | str):
-        return []
-    return tree_tensors(value)
 
 
 def output_tensors(value: Any) -> list[torch.Tensor]:
@@ -82,9 +77,14 @@ def _inside(item: Any) -> list[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the value with `function` applied to each tensor, in order."""
+    """Return the value with `function` applied to each tensor, in order; containers are new."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(part, function) for part in value])
+    if kind is dict:
+        return {key: map_tensors(part, function) for key, part in value.items()}
     leaves, spec = core.tree_flatten(value)
     return core.tree_unflatten(
         [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec

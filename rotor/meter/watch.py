@@ -140,7 +140,7 @@ class PeakWatch(_Watch):
             engine.learn_peak(self._plan, peak - self._begin)
 
 
-def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
+def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
     """Return the bytes of sparse gradients that exist beyond the ones of metered steps.
 
     Sparse gradients are added up side by side, until they are coalesced or dropped: each step of
@@ -150,13 +150,12 @@ def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
     ----------
     plan
         Plan of the next step.
-    slots
-        Slots of the parameters.
+    parameters
+        Present parameters; ``None`` for those that pruning took out of their slots.
     """
     found = 0
-    for slot in slots:
-        # Pruning takes parameters out of their slots.
-        gradient = getattr(core.value_in(slot), "grad", None)
+    for parameter in parameters:
+        gradient = getattr(parameter, "grad", None)
         if gradient is not None and gradient.layout is not torch.strided:
             found += memory.storage_bytes(core.strided_parts(gradient))
     more = max(found - plan.sparse_bytes, 0)
@@ -165,18 +164,18 @@ def sparse_growth(plan: Metered, slots: Iterable[core.Slot]) -> int:
     return more if plan.measured_bytes is not None else 0
 
 
-def is_due(plan: Metered, slots: Iterable[core.Slot] = ()) -> bool:
+def is_due(plan: Metered, parameters: Iterable[Any] = ()) -> bool:
     """Count an unmetered step; return whether it should be metered after all.
 
     Parameters
     ----------
     plan
         Plan of the step.
-    slots
-        Slots of the parameters, whose sparse gradients may have grown.
+    parameters
+        Present parameters, whose sparse gradients may have grown.
     """
     plan.unmetered += 1
-    sparse_growth(plan, slots)
+    sparse_growth(plan, parameters)
     due = plan.differs or is_metered_again(plan.unmetered)
     plan.differs = False
     return due

@@ -23,7 +23,7 @@ def observer_of_step(engine: Engine, plan: Any) -> StepWatch | None:
         return _meter(engine, plan)
     if not engine.meters_later():
         return None
-    if is_due(plan, engine.context.structure.parameters):
+    if is_due(plan, engine.context.structure.current_parameters()):
         return meter_again(engine, plan)
     return engine.watch(plan) if plan.device.type == "cpu" else PeakWatch(engine, plan)
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core
+from rotor.common.generators import autocast_off
 from rotor.common.tensor_trees import output_tensors
 from rotor.common.undisturbed import random_states_kept, trial
 from rotor.engines.contract import Call, Context
@@ -26,7 +27,7 @@ def gives_plain_outputs(context: Context, found: Unplanned, call: Call) -> bool:
     module, device = context.module, context.device_of(call)
     given = (*call.arguments, call.targets)
     with torch.no_grad(), trial(module, given, device) as run:
-        with random_states_kept(device):
+        with random_states_kept(device), autocast_off(device.type):  # The graph has the casts.
             made = _outputs(found.captured.lowered, found.primals)
         args, kwargs, targets = run.arguments
         plain = context.with_loss(module.forward(*args, **kwargs), targets)

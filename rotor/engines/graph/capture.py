@@ -32,10 +32,10 @@ from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
 from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
-from rotor.common.frames import reported
+from rotor.common.frames import release, reported
 from rotor.common.generators import SPLIT_BACKWARD
 from rotor.common.rerun import Rerun, attach
-from rotor.common.tensor_trees import argument_tensors
+from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.alike import alike_modules
@@ -146,6 +146,11 @@ class Unplanned(Exception):
         self.captured = captured
         self.primals = primals
 
+    def drop(self) -> None:
+        """Drop the inputs, which must not live as long as a frame in a cycle, and the frames."""
+        self.primals.clear()
+        release(self)
+
 
 def _stub(
     module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any]
@@ -192,13 +197,11 @@ class Capture:
         Executor of the programs: for "inductor", operators are decomposed as it does.
     folds
         True to trace one of alike modules, and to copy its operations for the others.
-    as_compiled
-        True to take the branches of code that asks whether it is compiled.
+    branches
+        Answers to code that asks whether it is compiled; "no" if left out.
 
     Attributes
     ----------
-    has_asked
-        True if the code has asked for it, and was told that it is not.
     graphs
         Captured graphs.
     ran
@@ -219,11 +222,10 @@ class Capture:
         backend: str = "fx",
         *,
         folds: bool = True,
-        as_compiled: bool = False,
+        branches: quiet_capture.Branches | None = None,
     ) -> None:
         self.backend = backend
-        self.has_asked = False
-        self._asked = None if as_compiled else self._note_asked
+        self._branches = branches or quiet_capture.Branches()
         self._draws = Draws()
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
@@ -252,9 +254,6 @@ class Capture:
             self.folding = Folding(self._compiler, decompositions)
         self._has_alike = False
         self._call = self._compiled()
-
-    def _note_asked(self) -> None:
-        self.has_asked = True
 
     def _compiled(self) -> Callable[..., Any]:
         compiler: Any = self.folding or self._compiler
@@ -286,7 +285,7 @@ class Capture:
         """
         self.ran = None
         self._owner = weakref.ref(module)
-        symbols.forget_propagated(argument_tensors((args, kwargs)))
+        symbols.forget_propagated(tree_tensors((args, kwargs)))
         if self.folding is not None and self.graphs:
             watch = self.folding.watch
             if watch is not None and not watch.is_of(module):
@@ -322,13 +321,13 @@ class Capture:
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with core.one_graph(), dispatch.hidden_from_hooks(_is_token):
             if self.graphs:
-                with quiet_capture.capturing_again(self._asked, self._draws):
+                with quiet_capture.capturing_again(self._branches, self._draws):
                     try:
                         return self._call(module, *args, **kwargs)
                     except Changed:
                         self.unfold("one was changed")
                     return self._call(module, *args, **kwargs)
-            with quiet_capture.capturing(self._asked, self._draws):
+            with quiet_capture.capturing(self._branches, self._draws):
                 if symbols.are_marked() and self.folding is not None:
                     self._unfolded = "sizes are symbols"
                 folding = None if self._unfolded else self.folding

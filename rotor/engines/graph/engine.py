@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor._pytorch import core
+from rotor._pytorch.quiet_capture import Branches
 from rotor.algorithms.curve import Curve
 from rotor.common.calls import (
     PlainValues,
@@ -136,7 +137,7 @@ class GraphEngine(MeteredEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.steps: dict[Any, CapturedStep] = {}
-        self._as_compiled = False
+        self._branches = Branches()
         self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
@@ -230,9 +231,8 @@ class GraphEngine(MeteredEngine):
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
 
-    def _new_capture(self, *, as_compiled: bool = False) -> Capture:
-        as_compiled |= self._as_compiled
-        return Capture(fresh(_call), self.backend, as_compiled=as_compiled)
+    def _new_capture(self) -> Capture:
+        return Capture(fresh(_call), self.backend, branches=self._branches)
 
     def _captured(self, loss_fn: Any, call: Call) -> tuple[Capture, Unplanned]:
         try:
@@ -244,20 +244,26 @@ class GraphEngine(MeteredEngine):
             return self._captured_once(loss_fn, call)
 
     def _captured_once(self, loss_fn: Any, call: Call) -> tuple[Capture, Unplanned]:
-        """Capture a call; in the branches for compiled code if no others can be captured."""
+        """Capture a call; in branches for compiled code where no others can be captured."""
         given = (self.context.module, loss_fn, *call.arguments, call.targets)
-        capture = self._new_capture()
-        try:
-            return capture, capture.reach(*given)
-        except CaptureError:
-            if not capture.has_asked:
-                raise
-            capture = self._new_capture(as_compiled=True)
-            found = capture.reach(*given)
-            self._as_compiled = gives_plain_outputs(self.context, found, call)
-            if not self._as_compiled:
-                raise
-            return capture, found
+        refused: CaptureError | None = None
+        while True:
+            capture = self._new_capture()
+            try:
+                found = capture.reach(*given)
+                break
+            except CaptureError as error:
+                refused = refused or error
+                if not self._branches.take(error.__cause__):
+                    self._branches.take_back()
+                    raise refused from None
+        if refused is not None and not gives_plain_outputs(self.context, found, call):
+            self._branches.take_back()
+            found.drop()
+            raise refused
+        if refused is not None:
+            release(refused)
+        return capture, found
 
     def _profiled(
         self, key: Key, capture: Capture, found: Unplanned, call: Call, *, loss_captured: bool
@@ -276,9 +282,7 @@ class GraphEngine(MeteredEngine):
                 else:
                     costs = price(source, lowered, device, found.primals, progress=update)
         finally:
-            # The inputs of the call must not live as long as a frame in a cycle.
-            found.primals.clear()
-            found.__traceback__ = None
+            found.drop()
         warn_unrepeatable(self.context, [lowered])
         planned_for = "" if source == MEASURED else source.device
         step = CapturedStep(

@@ -97,8 +97,7 @@ class Sizing:
                 self._add_graph(family, found, call, steps, loss_captured=loss_fn is not None)
             made = steps[key.measured] = self._resized(family, found)
         finally:
-            found.primals.clear()
-            found.__traceback__ = None
+            found.drop()
         return made
 
     def alone(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
@@ -125,8 +124,7 @@ class Sizing:
         if family is None or family.graph_of(found.captured) is None:
             return None
         made = self._resized(family, found)
-        found.primals.clear()
-        found.__traceback__ = None
+        found.drop()
         return made
 
     @staticmethod

@@ -162,8 +162,7 @@ class Captures:
                     known = (captured.lowered, costs)
                     self._shapes.note(key[0], module, key[1], arguments, known)
         finally:
-            found.primals.clear()
-            found.__traceback__ = None
+            found.drop()
         return self.kinds[id(captured)]
 
 

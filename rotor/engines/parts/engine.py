@@ -151,7 +151,7 @@ class PartsEngine(MeteredEngine):
         """Plan for sparse gradients that have grown, and for another speed of the tier."""
         if plan.tier is not None:
             plan.tier.learn(plan.makespan)
-        more = sparse_growth(plan, self.context.structure.parameters)
+        more = sparse_growth(plan, self.context.structure.current_parameters())
         if more:
             expect_additions(plan, more)
 
@@ -162,7 +162,7 @@ class PartsEngine(MeteredEngine):
         module = self.context.module
         plan.verify = self.settings.verify
         if plan.measured_bytes is None:
-            sparse_growth(plan, self.context.structure.parameters)
+            sparse_growth(plan, self.context.structure.current_parameters())
         tally = PartsTally(plan.proved, module) if plan.is_verified() else None
         meter = start()
         with PiecesStep(plan, meter, tally) as pieces:

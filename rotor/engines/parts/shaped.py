@@ -72,8 +72,7 @@ class SharedShapes:
                 graph = self._graph(family, found, module, arguments, values)
             return graph.step(values)
         finally:
-            found.primals.clear()
-            found.__traceback__ = None
+            found.drop()
 
     def note(
         self,
