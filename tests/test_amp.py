@@ -66,6 +66,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
+@pytest.mark.filterwarnings("ignore:the limit of .* of which nothing was known before")
 @pytest.mark.parametrize(
     ("engine", "captured", "dtype"),
     [

@@ -193,6 +193,7 @@ def test_control_c_ends_a_wait_for_the_disk(tmp_path):
         import os, signal, sys, threading, time
         import torch
         from rotor.tier import DiskTier
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell may have it ignored.
         tier = DiskTier(sys.argv[1])
         big = torch.ones(256 << 20, dtype=torch.uint8)
         area = tier.allocate(40 * tier.room(big.nbytes))
