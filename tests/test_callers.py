@@ -32,10 +32,6 @@ class Model(nn.Module):
         return y
 
 
-OF_THE_CALL = 2
-"""Frames of a call of the wrapper, before those of its forward."""
-
-
 def folder_frames(error):
     frames = traceback.extract_tb(error.__traceback__)
     return [Path(frame.filename) for frame in frames if Path(frame.filename).is_relative_to(ROTOR)]
@@ -50,8 +46,8 @@ def test_an_error_of_the_model_shows_the_model(engine, is_training):
         with pytest.raises(ArithmeticError) as caught:
             model(torch.randn(2, 8), fails=True)
     frames = traceback.extract_tb(caught.value.__traceback__)
-    assert len(folder_frames(caught.value)) == OF_THE_CALL + 1
-    assert "ROTOR_FULL_TRACEBACK=1" in frames[-2].line
+    assert len(folder_frames(caught.value)) == 1
+    assert any("ROTOR_FULL_TRACEBACK=1" in frame.line for frame in frames)
     assert (frames[-1].filename, frames[-1].name) == (str(HERE), "forward")
 
 
@@ -59,7 +55,7 @@ def test_an_error_in_a_stage_shows_the_stage():
     model = rotor.Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 8)), mem_limit="1 GB")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         model(torch.randn(2, 8))
-    assert len(folder_frames(caught.value)) == OF_THE_CALL + 1
+    assert len(folder_frames(caught.value)) == 1
     assert traceback.extract_tb(caught.value.__traceback__)[-1].filename.endswith("linear.py")
 
 
@@ -67,7 +63,7 @@ def test_a_limit_that_is_too_low_shows_where_it_was_found():
     model = rotor.Checkpointable(Model(), mem_limit=64)
     with pytest.raises(rotor.InfeasibleError) as caught:
         model(torch.randn(2, 8))
-    assert len(folder_frames(caught.value)) == OF_THE_CALL + 2
+    assert len(folder_frames(caught.value)) == 2
 
 
 def test_a_planned_forward_shows_the_model():

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def _left(blocks: int) -> tuple[int, int, int]:
-    """Train a model and drop it; return the fake tensors, its compiled functions and blocks left."""
+    """Train a model and drop it; return fake tensors, its compiled functions and blocks left."""
     known = set(vars(engine))  # Earlier tests may have left functions.
     model = rotor.Checkpointable(
         Net(blocks), mem_limit="1 MB", engine="graph", planning="before", effort="fast"

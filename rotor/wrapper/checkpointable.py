@@ -40,7 +40,7 @@ from rotor.wrapper.setting import (
     checked_loss_bytes,
     plan_anew,
 )
-from rotor.wrapper.transparent import ShownForward, TransparentModule
+from rotor.wrapper.transparent import ShownForward, TransparentModule, shown
 
 __all__ = ["BACKENDS", "Checkpointable"]
 
@@ -595,7 +595,7 @@ class Checkpointable(TransparentModule):
             warn_of_forward(self._driver.context, self.forward)
         return output
 
-    __call__ = core.untraced(__call__, _NOT_COMPILED)
+    __call__ = shown(core.untraced(__call__, _NOT_COMPILED))
 
     def forward(self, *args: Any, targets: Any = _NO_TARGETS, **kwargs: Any) -> Any:
         """Return the model's output, or its loss where ``loss_fn`` and `targets` are given.

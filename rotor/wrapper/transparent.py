@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -30,6 +31,20 @@ class ShownForward:
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
         return self._function if wrapper is None else _BoundForward(self._function, wrapper)
+
+
+def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose errors show the model's code and the caller's alone."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)  # ROTOR_FULL_TRACEBACK=1: all
+        except Exception as error:
+            fold(error)
+            raise
+
+    return call
 
 
 class _BoundForward:

@@ -1,0 +1,190 @@
+"""PyTorch's own databases of operators and modules, each inside a small model at its least limit.
+
+``ROTOR_SAMPLES`` sets how many samples of each operator and module the long half takes; 0: all.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+import rotor
+
+pytest.importorskip("expecttest")
+databases = pytest.importorskip("torch.testing._internal.common_methods_invocations")
+modules = pytest.importorskip("torch.testing._internal.common_modules")
+
+ENGINES = ("auto", "graph", "dynamic")
+TYPES = (torch.float32, torch.bfloat16)
+SAMPLES = int(os.environ.get("ROTOR_SAMPLES", "1")) or None
+OPERATORS = {
+    f"{op.name}.{op.variant_test_name}".rstrip("."): op
+    for op in databases.op_db
+    if torch.float32 in op.supported_backward_dtypes("cpu")
+}
+MODULES = {f"{info.name}": info for info in modules.module_db}
+QUICK = {
+    "add",
+    "cumprod",
+    "index_put",
+    "linalg.inv",
+    "linalg.solve",
+    "nn.functional.dropout",
+    "nn.functional.embedding",
+    "nn.functional.scaled_dot_product_attention",
+    "sgn",
+    "sort",
+    "split.list_args",
+    "where",
+}
+QUICK_MODULES = {"nn.BatchNorm1d", "nn.CircularPad2d", "nn.GRU", "nn.MultiheadAttention"}
+TRIES = 8
+REFUSED = (rotor.CaptureError, RuntimeError, ValueError, TypeError)
+
+
+class Operator(nn.Module):
+    """Model that runs an operator on its scaled arguments."""
+
+    def __init__(self, run: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale, self.run = nn.Parameter(torch.ones((), dtype=dtype)), run
+
+    def forward(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the operator's results."""
+        return self.run(_pytree.tree_map(self._scaled, value), *args, **kwargs)
+
+    def _scaled(self, value: Any) -> Any:
+        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value * self.scale if is_number and value.layout == torch.strided else value
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    return [t for t in _pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def _loss(output: Any) -> torch.Tensor | None:
+    found = [t for t in _leaves(output) if t.requires_grad and t.numel()]
+    parts = [(t * t.conj()).real.mean() if t.is_complex() else (t * t).mean() for t in found]
+    return torch.stack([part.double() for part in parts]).sum() if parts else None
+
+
+def _copied(value: Any) -> Any:
+    return _pytree.tree_map(
+        lambda t: (
+            t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
+        ),
+        value,
+    )
+
+
+def _step(model: nn.Module, net: nn.Module, given: Any) -> list[torch.Tensor | None] | None:
+    """Return outputs, gradients and buffers of a step; ``None`` if nothing needs a gradient."""
+    args, kwargs = _copied(given)
+    net.zero_grad()
+    torch.manual_seed(1)
+    output = model(*args, **kwargs)
+    loss = _loss(output)
+    if loss is None:
+        return None
+    loss.backward()
+    leaves = [*net.parameters(), *(t for t in _leaves((args, kwargs)) if t.is_leaf)]
+    found = [*_leaves(output), *[leaf.grad for leaf in leaves], *net.buffers()]
+    return [None if t is None else t.detach().clone() for t in found]
+
+
+def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.layout != torch.strided:
+        return one is other or (other is not None and one is not None)
+    return one.dtype == other.dtype and torch.equal(
+        one.nan_to_num(nan=0.5) if one.is_floating_point() else one,
+        other.nan_to_num(nan=0.5) if other.is_floating_point() else other,
+    )
+
+
+def _judge(make: Any, given: Any, engine: str) -> None:
+    """Compare two steps at the least limit with the plain model's; "graph" may refuse in words."""
+    plain = _made(make)
+    wanted = [_step(plain, plain, given) for _ in range(2)]
+    if wanted[0] is None:
+        return
+    options: dict[str, Any] = {"effort": "fast"} if engine == "graph" else {}
+    limit_bytes = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(TRIES):  # What the dynamic engine needs depends on measured times.
+            net = _made(make)
+            model = rotor.Checkpointable(net, mem_limit=limit_bytes, engine=engine, **options)
+            try:
+                found = [_step(model, net, given) for _ in range(2)]
+            except rotor.InfeasibleError as error:
+                limit_bytes = error.minimum_bytes
+            except REFUSED as error:
+                if engine != "graph" or len(str(error)) < 40:
+                    raise
+                return
+            else:
+                break
+    for one, other in zip(found, wanted, strict=True):
+        assert len(one) == len(other)
+        assert all(map(_is_same, one, other))
+
+
+def _made(make: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield from islice(op.sample_inputs("cpu", dtype, requires_grad=True), SAMPLES)
+
+
+def _slow(names: Any, quick: set[str]) -> list[Any]:
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", _slow(OPERATORS, QUICK))
+def test_operators_are_equal_at_their_least_limit(name: str, engine: str) -> None:
+    op = OPERATORS[name]
+    for dtype in TYPES:
+        if dtype not in op.supported_backward_dtypes("cpu"):
+            continue
+        torch.manual_seed(0)
+        for sample in _samples(op, dtype):
+            given = ((sample.input, *sample.args), dict(sample.kwargs))
+            _judge(lambda dtype=dtype: Operator(op.op, dtype), given, engine)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", _slow(MODULES, QUICK_MODULES))
+def test_modules_are_equal_at_their_least_limit(name: str, engine: str) -> None:
+    info = MODULES[name]
+    for dtype in TYPES:
+        if dtype not in info.dtypes:
+            continue
+        torch.manual_seed(0)
+        found = info.module_inputs_func(
+            info, device="cpu", dtype=dtype, requires_grad=True, training=True
+        )
+        for sample in islice(found, SAMPLES):
+            if sample.forward_input is None:
+                continue
+            built = sample.constructor_input
+
+            def make(built: Any = built, dtype: torch.dtype = dtype) -> nn.Module:
+                return info.module_cls(*built.args, **built.kwargs).to(dtype)
+
+            given = (tuple(sample.forward_input.args), dict(sample.forward_input.kwargs))
+            _judge(make, given, engine)
+    torch._dynamo.reset()
