@@ -61,7 +61,7 @@ def steps_peak(name: str, limit: int | None, batch: int | None = None) -> int:
         sample = sample[:1].expand(batch, *sample.shape[1:]).clone()
     if limit is not None:
         model = rotor.Checkpointable(
-            model, mem_limit=limit, loss_fn=_sum, planning="before", verbosity=0
+            model, mem_limit=limit, loss_fn=_sum, planning="before", verbosity=-1
         )
 
     def step() -> None:

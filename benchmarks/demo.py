@@ -93,7 +93,7 @@ def main() -> None:
     )
     print(f"outputs, gradients, parameters and buffers bit-equal: {'yes' if identical else 'NO'}\n")
 
-    stages = rotor.Checkpointable(copy.deepcopy(plain), engine="chain", verbosity=0)
+    stages = rotor.Checkpointable(copy.deepcopy(plain), engine="chain", verbosity=-1)
     stages.measure(batch[0])
     segmented = best_segments(stages, batch, limit)
     contenders = [

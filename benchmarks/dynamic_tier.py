@@ -96,7 +96,7 @@ def wrapped(
         engine="dynamic",
         offload=tier,
         verify="off",
-        verbosity=0,
+        verbosity=-1,
     )
     try:
         for _ in range(2):

@@ -265,7 +265,7 @@ class Case:
     def begun(self, limit: int, planning: str) -> tuple[rotor.Checkpointable, float, float]:
         """A wrapped model after its first step, and the seconds of that step and its capture."""
         chk = rotor.Checkpointable(
-            self.model, mem_limit=limit, engine="graph", planning=planning, verbosity=0
+            self.model, mem_limit=limit, engine="graph", planning=planning, verbosity=-1
         )
         with Captures() as captures:
             first = self.seconds(chk)
@@ -345,7 +345,7 @@ def capture_seconds(layers: int, *, folds: bool = True) -> dict[str, float]:
     torch.manual_seed(0)
     batch = classification_batch(1, 64, CPU)
     chk = rotor.Checkpointable(
-        VisionTransformer(layers), mem_limit="4GiB", engine="graph", verbosity=0
+        VisionTransformer(layers), mem_limit="4GiB", engine="graph", verbosity=-1
     )
     compilation_time_metrics.clear()
     original, lowering = capture.lower, 0.0

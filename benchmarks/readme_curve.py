@@ -167,7 +167,7 @@ def main() -> None:
     rotors = []
     for name, limit in limits.items():
         model = rotor.Checkpointable(
-            copy.deepcopy(start), mem_limit=limit, planning="before", verbosity=0
+            copy.deepcopy(start), mem_limit=limit, planning="before", verbosity=-1
         )
         rotors.append(whole(name, model))
     methods = [plain, eager, *groups, *rotors]
@@ -182,7 +182,7 @@ def main() -> None:
     for limit, method in zip(limits.values(), rotors, strict=True):
         if method.bytes > limit:
             raise SystemExit(f"{method.name} needed {method.bytes} bytes")
-    planned = rotor.Checkpointable(copy.deepcopy(start), verbosity=0)
+    planned = rotor.Checkpointable(copy.deepcopy(start), verbosity=-1)
     planned.measure(input_ids=ids, labels=ids)
     curve = planned.curve()
     print()

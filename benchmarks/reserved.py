@@ -73,7 +73,7 @@ def planned(model: Any, batch: torch.Tensor, limit: int, counts: str) -> Any:
         engine="graph",
         counts=counts,
         loss_fn=distance,
-        verbosity=0,
+        verbosity=-1,
         planning="before",
     )
     try:

@@ -72,7 +72,7 @@ def child(name: str, limit: int) -> None:
     model, batch = case.make(), case.batch(torch.device("cpu"))
     found: dict[str, Any] = {}
     if limit:
-        model = rotor.Checkpointable(model, mem_limit=limit, verbosity=0)
+        model = rotor.Checkpointable(model, mem_limit=limit, verbosity=-1)
         try:
             model.measure(batch[0])
             model.compute_sequence()

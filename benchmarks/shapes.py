@@ -119,7 +119,7 @@ def run(name: str, args: argparse.Namespace) -> list[str]:
     drawn = lengths(args.steps)
     largest = batch_of(name, args.batch, max(drawn), generator)
     limit = int(args.share * peak_of(copy.deepcopy(model), largest))
-    wrapped = rotor.Checkpointable(model, mem_limit=limit, engine="graph", verbosity=0)
+    wrapped = rotor.Checkpointable(model, mem_limit=limit, engine="graph", verbosity=-1)
     limited = Loop(wrapped, model.parameters())
     predicted = 0.0
     counters["stats"].clear()

@@ -195,7 +195,7 @@ def wrapped(
 ) -> Any:
     """A planned model, which runs no operation again if `only`; None if no plan fits."""
     made = rotor.Checkpointable(
-        model, mem_limit=limit, engine="graph", loss_fn=mean_square, verbosity=0, **settings
+        model, mem_limit=limit, engine="graph", loss_fn=mean_square, verbosity=-1, **settings
     )
     if only:
         made._driver.engines[0].solve = lambda: offloaded_only

@@ -239,7 +239,7 @@ def ours(model: Blocks, x: torch.Tensor, limit: int, **settings: Any) -> Figures
         loss_fn=mean_square,
         planning="before",
         effort="fast",
-        verbosity=0,
+        verbosity=-1,
         **settings,
     )
     try:

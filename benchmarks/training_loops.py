@@ -57,7 +57,7 @@ def row(one: loops.Case, steps: int) -> tuple[str, ...]:
     """Return a line of the table."""
     plain = one.run(steps=steps)
     limit = int(one.share * max(plain.peaks))
-    ours = one.run(limit, options={"verbosity": 0}, steps=steps)
+    ours = one.run(limit, options={"verbosity": -1}, steps=steps)
     peaks = [plan.measured_bytes for plan in ours.plans if plan.measured_bytes is not None]
     shares = [getattr(plan, "recomputation", None) for plan in ours.plans]
     planned = [share for share in shares if share is not None]

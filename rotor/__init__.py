@@ -21,6 +21,7 @@ from rotor.errors import (
 )
 
 if TYPE_CHECKING:
+    from rotor.common.generators import RngState
     from rotor.engines.chain.run import CheckpointOptim
     from rotor.fit.decorator import fit_batch_size
     from rotor.fit.search import LargestBatch, largest_batch
@@ -47,6 +48,7 @@ __all__ = [
     "PureRockmate",
     "PureRotor",
     "RecomputationError",
+    "RngState",
     "Rockmate",
     "Tier",
     "__version__",
@@ -63,6 +65,7 @@ _LAZY = {
     "PureCheckmate": "rotor.rockmate",
     "PureRockmate": "rotor.rockmate",
     "PureRotor": "rotor.rockmate",
+    "RngState": "rotor.common.generators",
     "Rockmate": "rotor.rockmate",
     "Tier": "rotor.tier.interface",
     "fit_batch_size": "rotor.fit.decorator",

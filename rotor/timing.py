@@ -7,6 +7,7 @@ wall clock says little. On an accelerator it is a pair of events in the current 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +18,15 @@ import torch
 from rotor import _core
 from rotor._pytorch import devices
 
-__all__ = ["Clock", "is_single", "measure_ns", "single_runs", "stable_median"]
+__all__ = [
+    "Clock",
+    "Timer",
+    "is_single",
+    "make_timer",
+    "measure_ns",
+    "single_runs",
+    "stable_median",
+]
 
 _NS_PER_MS = 1_000_000
 _NS_PER_SECOND = 1_000_000_000
@@ -104,6 +113,61 @@ class Clock:
 
     def _end(self) -> None:
         self._events[1].record(torch.accelerator.current_stream(self._device))
+
+
+class Timer:
+    """Published form of `Clock`: milliseconds.
+
+    Parameters
+    ----------
+    device
+        As of `Clock`.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._clock = Clock(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the time."""
+        self._ms = math.nan
+
+    def start(self) -> None:
+        """Begin a measurement; an unfinished one is dropped."""
+        self._clock.start()
+
+    def end(self) -> None:
+        """End it; RuntimeError: none was begun."""
+        self._ms = self._clock.stop() / _NS_PER_MS
+
+    def elapsed(self) -> float:
+        """Return the milliseconds of the latest measurement, NaN before one."""
+        return self._ms
+
+    def elapsedAndReset(self) -> float:
+        """End a measurement and begin the next one; return the milliseconds of the first."""
+        self.end()
+        found = self._ms
+        self.reset()
+        self.start()
+        return found
+
+    def measure(self, func: Callable[[], object], iterations: int = 1) -> float:
+        """Return the mean milliseconds of a number of calls."""
+        self.start()
+        for _ in range(iterations):
+            func()
+        self.end()
+        return self._ms / iterations
+
+    def measure_median(self, func: Callable[[], object], samples: int = 3, **kwargs: Any) -> float:
+        """Return the median of so many times, each as of `measure` with these keywords."""
+        return statistics.median(self.measure(func, **kwargs) for _ in range(samples))
+
+
+def make_timer(device: torch.device | str) -> Timer:
+    """Return the published timer of a device."""
+    return Timer(device)
 
 
 def _between_ns(began: Any, ended: Any) -> int:

@@ -55,10 +55,19 @@ def test_a_copy_has_a_line_of_its_own(capfd):
 
 
 def test_verbosity_and_the_level_of_the_logger_silence_it(capfd, monkeypatch):
-    assert lines(capfd, rotor.Checkpointable(Tanhs(), mem_limit="1GiB", verbosity=0)) == []
+    assert lines(capfd, rotor.Checkpointable(Tanhs(), mem_limit="1GiB", verbosity=-1)) == []
     logger = logging.getLogger("rotor")
     monkeypatch.setattr(logger, "level", logging.WARNING)
     assert lines(capfd, rotor.Checkpointable(Tanhs(), mem_limit="1GiB")) == []
+
+
+@pytest.mark.parametrize("engine", list(MODELS))
+def test_an_explicit_zero_is_the_default(engine, capfd):
+    given = {"mem_limit": LIMITS[engine], "engine": engine}
+    (said,) = lines(capfd, rotor.Checkpointable(MODELS[engine](), verbosity=0, **given))
+    (default,) = lines(capfd, rotor.Checkpointable(MODELS[engine](), **given))
+    assert said.split(":")[0] == default.split(":")[0].replace(default.split()[3], said.split()[3])
+    assert rotor.Checkpointable(MODELS[engine](), **given).verbosity == 0
 
 
 def test_it_goes_through_the_handlers_of_the_program_once(capfd, caplog):

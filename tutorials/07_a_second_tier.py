@@ -63,9 +63,9 @@ if room_mib:                                     # from here on, the kernel give
     resource.setrlimit(resource.RLIMIT_DATA, (data + room_mib * 2**20,) * 2)
 
 if how == "recompute":
-    model = rotor.Checkpointable(model, mem_limit="200MiB", engine="graph", verbosity=0)
+    model = rotor.Checkpointable(model, mem_limit="200MiB", engine="graph", verbosity=-1)
 if how == "disk":
-    model = rotor.Checkpointable(model, mem_limit="200MiB", offload="disk", verbosity=0)
+    model = rotor.Checkpointable(model, mem_limit="200MiB", offload="disk", verbosity=-1)
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 draws = torch.Generator().manual_seed(1)

@@ -102,7 +102,7 @@ def checked(name: str, device: torch.device, size: int, share: float) -> dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)
         try:
-            wrapped = Checkpointable(model, mem_limit=limit, loss_fn=_loss, verbosity=0, **options)
+            wrapped = Checkpointable(model, mem_limit=limit, loss_fn=_loss, verbosity=-1, **options)
             wrapped.measure(batches[0], targets=(batches[0],))
             found = _Training(wrapped, batches, device, counts)
         except InfeasibleError as error:

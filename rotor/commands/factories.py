@@ -421,7 +421,7 @@ def wrapper_of(
     wrapped: Any = Checkpointable
     loss_fn = None if loss is None else lambda output, *_: loss(output)
     found: Checkpointable = wrapped(
-        model, mem_limit=limit, engine=engine, loss_fn=loss_fn, verbosity=0, **options
+        model, mem_limit=limit, engine=engine, loss_fn=loss_fn, verbosity=-1, **options
     )
     return found
 

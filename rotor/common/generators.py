@@ -11,6 +11,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import devices
+from rotor.common.tensor_trees import tree_tensors
 
 States = list[tuple[torch.Tensor, Any]]
 """The state of each generator, and the same bytes as an array."""
@@ -50,6 +51,27 @@ class RngTracker:
             if not _core.same_bytes(before, after):
                 return True
         return False
+
+
+class RngState:
+    """Random states of the CPU and of the devices of some tensors, by its published name.
+
+    Parameters
+    ----------
+    tensors
+        A tensor, or tensors among other values in nested containers.
+    """
+
+    def __init__(self, tensors: Any) -> None:
+        places = {tensor.device for tensor in tree_tensors(tensors)} | {torch.device("cpu")}
+        self._trackers = [RngTracker(device) for device in places]
+        self._states = [tracker.read() for tracker in self._trackers]
+        self.cpu_state = torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Set the generators as they were when this object was made."""
+        for tracker, states in zip(self._trackers, self._states, strict=True):
+            tracker.write(states)
 
 
 class AutocastState:

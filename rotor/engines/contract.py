@@ -28,12 +28,10 @@ from rotor.tier.offload import Offload
 
 __all__ = [
     "DEFAULT_SLOTS",
-    "DEFAULT_VERBOSITY",
     "Call",
     "CannotPlan",
     "Context",
     "DefaultSlots",
-    "DefaultVerbosity",
     "Engine",
     "IsPending",
     "Key",
@@ -81,13 +79,6 @@ class DefaultSlots(int):
 
 
 DEFAULT_SLOTS = DefaultSlots(500)
-
-
-class DefaultVerbosity(int):
-    """Default verbosity: warnings, and a line on the first plan."""
-
-
-DEFAULT_VERBOSITY = DefaultVerbosity(0)
 
 
 class Key(NamedTuple):
@@ -171,7 +162,7 @@ class Settings:
     module: nn.Module
     mem_limit: int | None = None
     mem_slots: int = DEFAULT_SLOTS
-    verbosity: int = DEFAULT_VERBOSITY
+    verbosity: int = 0
     preserve_rng_state: bool = True
     loss_tmp_memory_usage: int = 0
     engine: str = "auto"

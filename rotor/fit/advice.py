@@ -122,7 +122,7 @@ def better_of(chain: Curve, graph: Curve | None) -> Curve:
 
 def _wrap(module: nn.Module, **options: Any) -> Checkpointable:
     make: Any = Checkpointable
-    wrapped: Checkpointable = make(module, verbosity=0, **options)
+    wrapped: Checkpointable = make(module, verbosity=-1, **options)
     return wrapped
 
 

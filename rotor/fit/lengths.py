@@ -245,7 +245,7 @@ def cost_of_lengths(
 
     rows = []
     with unchanged(model, device):
-        silent = {"verbosity": 0} | options
+        silent = {"verbosity": -1} | options
         wrapped = Checkpointable(model, mem_limit=limit, engine=engine, **silent)
         for length in _chosen(lengths, points):
             found = _limited(wrapped, step_of(wrapped, length), device, limit)

@@ -10,7 +10,6 @@ from typing import Any
 
 from rotor._pytorch import core
 from rotor.common.verbosity import logging_at
-from rotor.engines.contract import DefaultVerbosity
 from rotor.units import format_bytes, format_seconds
 
 __all__ = ["Announcer"]
@@ -22,7 +21,7 @@ _LONG_SECONDS = 1.0
 class Announcer:
     """Line on the standard error stream, or in the log, when a model's first plan is run.
 
-    It is silent where a verbosity was given, where the level of ``logging.getLogger("rotor")`` is
+    It is silent under any verbosity but 0, where the level of ``logging.getLogger("rotor")`` is
     above INFO, and on all ranks but the first.
 
     Parameters
@@ -32,7 +31,7 @@ class Announcer:
     """
 
     def __init__(self, verbosity: int) -> None:
-        self._is_on = isinstance(verbosity, DefaultVerbosity)
+        self._is_on = verbosity == 0
         self._is_first = True
         self._seconds = 0.0
 

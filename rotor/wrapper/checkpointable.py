@@ -19,7 +19,7 @@ from rotor.common.checksums import checked_verify
 from rotor.common.model_state import refuse_replicated
 from rotor.common.ranks import Ranks
 from rotor.common.verbosity import heard
-from rotor.engines.contract import DEFAULT_SLOTS, DEFAULT_VERBOSITY, Settings
+from rotor.engines.contract import DEFAULT_SLOTS, Settings
 from rotor.engines.graph.calls import takes_targets
 from rotor.engines.graph.counting import checked_counts
 from rotor.meter import allocator as memory
@@ -75,9 +75,9 @@ class Checkpointable(TransparentModule):
         Number of memory slots that chains are planned on. Without a number, the exact
         solver is used if it is cheap, and 500 slots otherwise.
     verbosity
-        0: warnings, 1: what is done, 2: details; the level of ``logging.getLogger("rotor")`` while
-        this model is at work. By default warnings, and one line when the first plan is run, with
-        its peak and its time, also when another plan took longer than a second and a step.
+        0: warnings, and one line when the first plan is run, with its peak and its time, also when
+        another plan took longer than a second and a step; -1: warnings alone; 1: what is done, 2:
+        details. The level of ``logging.getLogger("rotor")`` while this model is at work.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     loss_tmp_memory_usage
@@ -184,7 +184,7 @@ class Checkpointable(TransparentModule):
         custom_input: Any = None,
         mem_limit: int | str | None = None,
         mem_slots: int = DEFAULT_SLOTS,
-        verbosity: int = DEFAULT_VERBOSITY,
+        verbosity: int = 0,
         preserve_rng_state: bool = True,
         loss_tmp_memory_usage: int = 0,
         *,

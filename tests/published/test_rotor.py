@@ -14,7 +14,7 @@ from rotor.models import utils
 from torch import nn
 
 import rotor
-from rotor.algorithms import Floating, Persistent
+from rotor.algorithms import ChenSqrt, Floating, Persistent, RecomputeAll
 from rotor.algorithms import sequence as sq
 from rotor.algorithms.sequence import Sequence
 from rotor.commands.main import main
@@ -64,13 +64,60 @@ def test_model_chain_and_all_values():
     assert kept[0] == activations[0] == x.nbytes
     assert activations[-1] == BATCH * 4 * 4
     assert all(t > 0 for t in forward + backward)
-    milliseconds = sum(forward) + sum(backward)
     planned = chk.compute_sequence("1GB")
     assert chk.sequence == planned
     assert isinstance(chk.chain, rotor.Chain)
     assert list(chk.chain.x_bytes) == activations
     assert list(chk.chain.xbar_bytes) == kept[1:]
-    assert 0.5 < 1e3 * planned.makespan / milliseconds < 2
+    assert 0.5 < planned.makespan / (sum(forward) + sum(backward)) < 2
+    assert chk.get_expected_makespan() == planned.makespan
+
+
+def test_all_values_are_those_of_a_chain():
+    chk = rotor.Checkpointable(network(), sample(), "1GB")
+    forward, backward, kept, activations, forward_tmp, backward_tmp = chk.all_values
+    chain = rotor.Chain(forward, backward, activations, kept[1:], forward_tmp, backward_tmp)
+    assert 0.5 < chk.get_expected_makespan() / chain.ideal_time < 2
+
+
+def runs(sequence: Sequence) -> int:
+    return sum(sequence.count_forwards().values())
+
+
+def test_schedules_by_their_published_names():
+    chk = rotor.Checkpointable(network(), sample(), "1GB", engine="chain")
+    n = len(chk.chain)
+    least = chk.compute_min_sequence()
+    assert least == chk.sequence == RecomputeAll().solve(chk.chain, "1TB")
+    chk.compute_sequence(300_000)
+    whole = chk.compute_pytorch_sequence()
+    assert chk.sequence == whole
+    assert runs(whole) == n < runs(least)
+    assert chk.mem_limit > 300_000
+    segments = chk.compute_seq_sequence()
+    assert segments == ChenSqrt("sqrt").solve(chk.chain, "1TB")
+    assert runs(chk.compute_seq_sequence(segments=2)) < runs(segments) + n
+    assert chk.compute_seq_sequence(1) == whole
+    expected = gradients(chk.module, chk.module(sample()))
+    assert equal(gradients(chk, chk(sample())), expected)
+
+
+@pytest.mark.parametrize("name", ["compute_homogeneous_sequence", "compute_heterogeneous_sequence"])
+def test_schedules_of_a_limit_by_their_published_names(name):
+    chk = rotor.Checkpointable(network(), sample(), "1GB")
+    whole = chk.get_expected_memory()
+    compute = getattr(chk, name)
+    found = compute(0.8 * whole // 1)
+    assert chk.sequence == found
+    assert runs(found) > len(chk.chain)
+    assert chk.get_expected_memory() <= chk.mem_limit == 0.8 * whole // 1
+    assert compute(whole, mem_slots=50, useXbar=True) == compute(whole, 50, False)
+    with pytest.raises(rotor.InfeasibleError):
+        compute(1000)
+    assert chk.mem_limit == whole
+    unmeasured = rotor.Checkpointable(network())
+    with pytest.raises(ValueError, match="nothing was measured"):
+        getattr(unmeasured, name)(whole)
 
 
 def test_a_model_attribute_of_the_wrapped_model_is_its_own():
@@ -442,7 +489,7 @@ def test_verbosity_is_of_one_model(heard, make):
     level = logging.getLogger("rotor").level
     assert level == logging.NOTSET
     heard.clear()
-    quiet = rotor.Checkpointable(make(), sample(), "1GB", verbosity=0)
+    quiet = rotor.Checkpointable(make(), sample(), "1GB", verbosity=-1)
     for _ in range(2):
         quiet(sample()).sum().backward()
     assert heard == []

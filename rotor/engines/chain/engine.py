@@ -71,7 +71,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
     published: ClassVar[frozenset[str]] = frozenset(
         [
             *("names", "functions", "inspection_values", "chain", "sequence", "all_values"),
-            *("build_chain", "cost_model", "algorithm"),
+            *("build_chain", "cost_model", "algorithm", "compute_min_sequence"),
+            *("compute_pytorch_sequence", "compute_seq_sequence"),
+            *("compute_homogeneous_sequence", "compute_heterogeneous_sequence"),
         ]
     )
 

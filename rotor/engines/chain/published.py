@@ -8,13 +8,19 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from rotor.algorithms.chen_sqrt import ChenSqrt
 from rotor.algorithms.curve import Curve
+from rotor.algorithms.griewank import Griewank
+from rotor.algorithms.griewank_heterogeneous import GriewankHeterogeneous
+from rotor.algorithms.no_checkpoint import NoCheckpoint
+from rotor.algorithms.recompute_all import RecomputeAll
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, parse_budget
 from rotor.chain import Chain
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.stages import Stage
 from rotor.errors import InfeasibleError
+from rotor.meter.limit import free_limit
 from rotor.units import exact_bytes
 
 __all__ = ["LoadedSequence", "PublishedChain", "checked_sequence", "modules_of"]
@@ -77,6 +83,7 @@ class PublishedChain:
     """Published attributes of a model that is planned as a chain."""
 
     context: Any
+    device_of: Any
     inspection_values: Inspection | None
 
     @property
@@ -95,22 +102,58 @@ class PublishedChain:
     def all_values(self) -> Values | None:
         """Latest measure in its published form, ``None`` before one.
 
-        Six lists, times in milliseconds and sizes in bytes: forward times, backward times, kept
-        memory of each forward (the input first), activations (the input first), temporaries of the
-        forwards, temporaries of the backwards.
+        Six lists, times in seconds, as of `get_expected_makespan`, and sizes in bytes: forward
+        times, backward times, kept memory of each forward (the input first), activations (the
+        input first), temporaries of the forwards, temporaries of the backwards.
         """
         found = self.inspection_values
         if found is None:
             return None
         measures = found.measures
         return (
-            [m.forward_ns / 1e6 for m in measures],
-            [m.backward_ns / 1e6 for m in measures],
+            [m.forward_ns / 1e9 for m in measures],
+            [m.backward_ns / 1e9 for m in measures],
             [found.input_bytes, *(m.xbar_bytes for m in measures)],
             [found.input_bytes, *(m.output_bytes for m in measures)],
             [m.forward_tmp_bytes for m in measures],
             [m.backward_peak_bytes - m.grad_bytes for m in measures],
         )
+
+    # -- schedules by their published names
+
+    def compute_min_sequence(self) -> Sequence:
+        """Run every stage again from the input on: `RecomputeAll`, within what the device has."""
+        return self._within_free_memory(RecomputeAll())
+
+    def compute_pytorch_sequence(self) -> Sequence:
+        """Run nothing again: `NoCheckpoint`, within what the device has."""
+        return self._within_free_memory(NoCheckpoint())
+
+    def compute_seq_sequence(self, segments: int | None = None) -> Sequence:
+        """Run equal segments again, by default the root of their number: `ChenSqrt`."""
+        return self._within_free_memory(ChenSqrt("sqrt" if segments is None else segments))
+
+    def compute_homogeneous_sequence(
+        self, mem_limit: int | str, mem_slots: int | None = None, useXbar: bool = False
+    ) -> Sequence:
+        """Plan as `compute_sequence` by `Griewank`; sizes are exact, with `useXbar` or without."""
+        return self._planned(mem_limit, mem_slots, Griewank())
+
+    def compute_heterogeneous_sequence(
+        self, mem_limit: int | str, mem_slots: int | None = None, useXbar: bool = False
+    ) -> Sequence:
+        """Plan by `GriewankHeterogeneous`, with arguments as of `compute_homogeneous_sequence`."""
+        return self._planned(mem_limit, mem_slots, GriewankHeterogeneous())
+
+    def _within_free_memory(self, algorithm: DynamicAlgorithm) -> Sequence:
+        device = self.device_of(self.context.measured_key())
+        return self._planned(free_limit(device), None, algorithm)
+
+    def _planned(
+        self, limit: int | str, slots: int | None, algorithm: DynamicAlgorithm
+    ) -> Sequence:
+        found: Sequence = self.context.wrapper().compute_sequence(limit, slots, algorithm)
+        return found
 
 
 def checked_sequence(source: Sequence | str | os.PathLike[str], chain: Chain) -> Sequence:
