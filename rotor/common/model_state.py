@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rotor._pytorch import core, fsdp, modes
 from rotor.common.rerun import Rerun, Unit
@@ -105,6 +106,9 @@ class ModelState:
         self._code, self._functions = self._called_code(), self._all_functions()
         self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
         self._read_parameters = core.reader(self._parameters)
+        slots = [slot for m in self._modules for slot in core.buffer_slots(m)]
+        slots += self._parameters
+        self._lazy = [slot for slot in slots if is_lazy(core.value_in(slot))]
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
 
@@ -159,6 +163,10 @@ class ModelState:
             and self._child_modules() == self._children
             and fsdp.managed(self._modules) == self._managed
         )
+
+    def is_initialized(self) -> bool:
+        """Return whether all parameters exist: lazy modules make theirs in their first forward."""
+        return not any(is_lazy(core.value_in(slot)) for slot in self._lazy)
 
     def check_dropout(self) -> None:
         """Raise RuntimeError if a recurrent layer has dropout that cannot be drawn again.

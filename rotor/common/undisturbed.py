@@ -267,14 +267,14 @@ class Trial:
             )
         self.arguments = copied_arguments(arguments)
         modules = [m for _, root in roots if isinstance(root, nn.Module) for m in root.modules()]
-        self._modules = [(module, module.training) for module in dict.fromkeys(modules)]
+        self._modules = [(m, type(m), m.training) for m in dict.fromkeys(modules)]
         given = [item for item in _reachable(self.arguments) if isinstance(item, torch.Tensor)]
         self._given = {
             core.storage_identity(part) for tensor in given for part in core.strided_parts(tensor)
         }
         leaves = [tensor for tensor in given if tensor.is_leaf and tensor.requires_grad]
         if not is_sharded:
-            leaves += [p for module, _ in self._modules for p in module.parameters(recurse=False)]
+            leaves += [p for module, *_ in self._modules for p in module.parameters(recurse=False)]
         self._leaves = [(leaf, leaf.requires_grad, leaf.grad) for leaf in dict.fromkeys(leaves)]
         self._rng = RngTracker(device)
         self._states = self._rng.read()
@@ -322,7 +322,9 @@ class Trial:
             again.put_back()
             self._writes.undo(lambda storage: storage not in rewritten | self._given)
             self._watch.restore(places)
-        for module, training in self._modules:
+        for module, kind, training in self._modules:
+            if type(module) is not kind:
+                module.__class__ = kind  # Lazy modules, say.
             module.training = training
         for leaf, requires_grad, gradient in self._leaves:
             if leaf.is_leaf:

@@ -48,6 +48,7 @@ from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.habits import (
     refuse_outer_transforms,
     rerun_notes,
+    runs_first,
     warn_of_cache,
     warn_of_checkpointing,
     warn_of_measuring,
@@ -224,6 +225,11 @@ class Driver:
             Nothing in the step needs a gradient.
         """
         self._rediscover_if_changed()
+        if not self.context.structure.is_initialized():
+            raise ValueError(
+                "lazy modules have no parameters yet, so that nothing can be measured: call the "
+                "model once, under torch.no_grad() say, before it gets a limit"
+            )
         with training_flags_kept(self.settings.module), torch.enable_grad():
             if not self.settings.module.training:
                 self.settings.module.train()
@@ -396,7 +402,7 @@ class Driver:
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
         self._check_sharding()
-        return not refuse_outer_transforms(self.context)
+        return not (refuse_outer_transforms(self.context) or runs_first(self.context))
 
     def plain(self, call: Call) -> Any:
         """Return the output of the plain model."""

@@ -19,6 +19,7 @@ from rotor.wrapper.caches import cache_field
 __all__ = [
     "refuse_outer_transforms",
     "rerun_notes",
+    "runs_first",
     "warn_of_cache",
     "warn_of_checkpointing",
     "warn_of_forward",
@@ -44,6 +45,19 @@ def refuse_outer_transforms(context: Context) -> bool:
         raise RuntimeError(reason)
     context.warn(
         reason, f"{reason}. Until then such steps run as plain PyTorch, {_unlimited(context)}"
+    )
+    return True
+
+
+def runs_first(context: Context) -> bool:
+    """Return whether a step is to run as plain PyTorch, because lazy modules are not made yet."""
+    if context.structure.is_initialized():
+        return False
+    context.warn(
+        "lazy",
+        "lazy modules make their parameters in this step, which runs as plain PyTorch, "
+        f"{_unlimited(context)}. Call the model once, under torch.no_grad() and with a small "
+        "batch, before it is trained",
     )
     return True
 

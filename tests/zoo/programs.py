@@ -392,13 +392,10 @@ class Program:
         """Return the program of a seed."""
         draw = random.Random(seed)
         habits = tuple(draw.choice(list(HABITS)) for _ in range(draw.randint(2, 5)))
-        return cls(
-            habits,
-            draw.random() < 0.5,
-            draw.choice(list(LOOPS)),
-            draw.choice(["auto", "auto", "graph", "dynamic", "chain"]),
-            draw.choice([0.9, 0.7, 0.5]),
-        )
+        is_sequential, loop = draw.random() < 0.5, draw.choice(list(LOOPS))
+        engine = draw.choice(["auto", "auto", "graph", "dynamic", "chain"])
+        share = draw.choice([0.9, 0.7, 0.5])
+        return cls(habits, is_sequential or engine == "chain", loop, engine, share)
 
     def case(self) -> Case:
         """Return the model and its loop."""

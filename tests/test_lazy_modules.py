@@ -1,0 +1,75 @@
+"""Lazy modules, which make their parameters in their first forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor.common.undisturbed import trial
+
+
+class Looped(nn.Module):
+    """Lazy layers in a loop, with dropout that draws between their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LazyLinear(32) for _ in range(4))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result."""
+        for layer in self.layers:
+            x = self.drop(torch.tanh(layer(x)))
+        return x
+
+
+def in_a_row() -> nn.Sequential:
+    return nn.Sequential(
+        nn.LazyLinear(32), nn.Tanh(), nn.LazyBatchNorm1d(), nn.Dropout(0.2), nn.LazyLinear(8)
+    )
+
+
+def trained(make: Any, engine: str | None) -> list[Any]:
+    torch.manual_seed(0)
+    net = make()
+    limited = rotor.Checkpointable(net, mem_limit="1 MB", engine=engine) if engine else net
+    x, found = torch.randn(16, 32), []
+    for _ in range(3):
+        loss = limited(x).square().mean()
+        loss.backward()
+        found.append(loss.item())
+    return [*found, torch.rand(1).item(), *[p.grad.sum().item() for p in net.parameters()]]
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"),
+    [
+        *((in_a_row, engine) for engine in ("chain", "auto", "graph", "dynamic")),
+        *((Looped, engine) for engine in ("auto", "graph", "dynamic")),
+    ],
+)
+def test_their_first_step_is_plain_and_said_to_be(make: Any, engine: str) -> None:
+    with pytest.warns(rotor.MemoryLimitWarning, match="lazy modules make their parameters"):
+        found = trained(make, engine)
+    assert found == trained(make, None)
+
+
+def test_a_sample_is_refused_before_they_are_made() -> None:
+    net = in_a_row()
+    with pytest.raises(ValueError, match="lazy modules have no parameters yet"):
+        rotor.Checkpointable(net, torch.randn(4, 32), mem_limit="1 MB")
+    net(torch.randn(4, 32))
+    rotor.Checkpointable(net, torch.randn(4, 32), mem_limit="1 MB")
+
+
+def test_a_trial_leaves_them_lazy() -> None:
+    net, x = Looped(), torch.randn(4, 32)
+    with trial(net, ((x,), {}), x.device):
+        net(x)
+    assert all(type(layer) is nn.LazyLinear for layer in net.layers)
+    net(x)
+    assert all(type(layer) is nn.Linear for layer in net.layers)
