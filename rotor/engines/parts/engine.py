@@ -137,7 +137,10 @@ class PartsEngine(MeteredEngine):
         """Return the fastest choice under a limit."""
         device, reason = self.device_of(key), self.reason_of(key)
         pieces, verify = self.pieces[key], self.settings.verify
-        return make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
+        plan = make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
+        # Another engine may keep the limit: it is asked before a step is over.
+        plan.is_over = not pieces.is_measured and plan.predicted_bytes > limit_bytes
+        return plan
 
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
         """Return a plan that includes the lessons of metered steps; the old one if none fits."""

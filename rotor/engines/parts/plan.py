@@ -265,16 +265,20 @@ class PartsPlan(Metered, Generic[P]):
         return retimed(self.measured_timeline, options, self.choice, fastest(options), unplanned)
 
     def describe_excess(self) -> str:
-        """Return a sentence on a limit that could not be kept."""
-        enough = max(self.least_bytes, self.limit_bytes, self.measured_bytes or 0)
+        """Return a sentence on a limit that cannot be kept."""
+        measured, limit = self.measured_bytes, exact_bytes(self.limit_bytes)
+        enough = max(self.least_bytes, self.limit_bytes, measured or 0)
+        excess = (
+            f"the limit of {limit} was not kept: the step needed {exact_bytes(measured)}"
+            if measured
+            else f"the limit of {limit} is less than the predicted need of a step, "
+            f"{exact_bytes(self.predicted_bytes)}"
+        )
         return (
-            f"the limit of {exact_bytes(self.limit_bytes)} was not kept: the step needed "
-            f"{exact_bytes(self.measured_bytes or 0)}. {len(self.parts.sites)} {self.parts.label} "
-            "of the model "
+            f"{excess}. {len(self.parts.sites)} {self.parts.label} of the model "
             "are planned together, what the rest of it and the loss keep is not"
             f"{self.parts.describe_outside()}: a limit of {exact_bytes(enough)}, or a smaller "
-            "batch, "
-            "would do"
+            "batch, would do"
         )
 
 
