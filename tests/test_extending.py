@@ -11,7 +11,13 @@ from torch import nn
 
 import rotor
 from rotor import algorithms, simrd
-from rotor.algorithms import DynamicAlgorithm, NoCheckpoint, Sequence
+from rotor.algorithms import (
+    DynamicAlgorithm,
+    NoCheckpoint,
+    Persistent,
+    RecomputeAll,
+    Sequence,
+)
 from rotor.engines.contract import Call, Engine, IsPending, Key, StartMeter
 from rotor.meter.step_meter import Metered, StepBytes
 from rotor.simrd import heuristics
@@ -113,6 +119,79 @@ def test_an_algorithm_is_a_file_and_a_line(monkeypatch):
     chk = rotor.Checkpointable(model, torch.ones(4, 8), "1MB")
     sequence = chk.compute_sequence(algo="cautious")
     assert max(sequence.count_forwards().values()) == 1
+
+
+# -- an algorithm of a program: any object with `solve(chain, budget)`
+
+
+class Bare:
+    """Runs all again; knows nothing of slots, progress and curves."""
+
+    def solve(self, chain, budget):
+        return Sequence(RecomputeAll().solve(chain, budget).codes)
+
+
+class Brief(DynamicAlgorithm):
+    name = "brief"
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def solve(self, chain, budget):
+        return Persistent().solve(chain, max(int(self.scale * budget), 1))
+
+
+class Excessive:
+    def solve(self, chain, budget):
+        return NoCheckpoint().solve(chain, 1 << 40)
+
+
+def chain_of(stages):
+    layers = [m for _ in range(stages) for m in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(*layers), torch.ones(256, 32)
+
+
+@pytest.mark.parametrize("algo", [Bare, Bare(), Brief, Brief(0.9)])
+@pytest.mark.parametrize("engine", ["auto", "chain"])
+def test_an_algorithm_of_ones_own_needs_solve_only(algo, engine):
+    model, x = chain_of(6)
+    chk = rotor.Checkpointable(model, x, "1MB", engine=engine)
+    before = chk.get_expected_memory()
+    sequence = chk.compute_sequence("450KB", mem_slots=100, algo=algo)
+    assert chk.sequence == sequence
+    assert chk.get_expected_memory() <= 450_000 < before
+    assert sum(sequence.count_forwards().values()) > len(chk.chain)
+    curve = chk.curve()
+    assert curve.minimum_bytes <= 450_000
+    assert len(curve.bytes) == 1 if chk.algorithm.__class__ is Bare else len(curve.bytes) > 5
+    chk(x).square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), found, strict=True))
+
+
+def test_an_algorithm_of_ones_own_cannot_pass_the_limit():
+    model, x = chain_of(6)
+    chk = rotor.Checkpointable(model, x, "1MB", engine="chain")
+    with pytest.raises(rotor.InfeasibleError, match="no schedule fits in a limit") as caught:
+        chk.compute_sequence("450KB", algo=Excessive)
+    assert chk.compute_sequence(caught.value.minimum_bytes, algo=Excessive) == chk.sequence
+
+
+def test_an_algorithm_of_ones_own_takes_its_options():
+    model, x = chain_of(4)
+    chk = rotor.Checkpointable(model, x, "1MB", engine="chain")
+    assert chk.compute_sequence("1MB", algo=Brief, scale=0.5) == chk.sequence
+    assert chk.algorithm.scale == 0.5
+    with pytest.raises(TypeError, match="scales"):
+        chk.compute_sequence("1MB", algo=Bare(), scales=0.5)
+    for wrong in (3, object, [Bare]):
+        with pytest.raises(TypeError, match=r"solve\(chain, budget\)"):
+            chk.compute_sequence("1MB", algo=wrong)
+    with pytest.raises(TypeError, match="returned list, expected"):
+        chk.compute_sequence("1MB", algo=types.SimpleNamespace(solve=lambda chain, budget: []))
+    assert chk.algorithm.scale == 0.5
 
 
 # -- a heuristic: a file with a function, and a line in `rotor.simrd.heuristics.WRITTEN`

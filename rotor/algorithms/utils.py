@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes, parse_bytes
 
 _LARGEST_SLOTS = 1 << 28
+_CURVE_POINTS = 40
+_NEXT_BUDGET = 0.9
 
 ProgressCallback = Callable[[int, int], object]
 """Called as ``progress(done, total)`` now and then during a long computation."""
@@ -24,8 +27,9 @@ class DynamicAlgorithm(ABC):
     """An algorithm that computes schedules of a chain.
 
     A new algorithm is a file with a subclass, a line in the registry of `rotor.algorithms`, and a
-    page in the documentation. Budgets are in bytes and count the chain's input ``x_bytes[0]``.
-    The simulator gives every figure of a returned sequence.
+    page in the documentation. One of your own, given to `compute_sequence`, needs no more than
+    ``solve(chain, budget)``, here or in any class. Budgets are in bytes and count the chain's input
+    ``x_bytes[0]``. The simulator gives every figure of a returned sequence.
 
     Attributes
     ----------
@@ -74,18 +78,72 @@ class DynamicAlgorithm(ABC):
             The computation was interrupted.
         """
 
-    @abstractmethod
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return the time of the algorithm's schedules against the budget.
 
         Returns
         -------
         Curve
-            Points from the least memory of the algorithm to its fastest schedule.
+            Points from the least memory of the algorithm to its fastest schedule; by default those
+            of `solve` under budgets that fall by a tenth or more.
         """
+        return curve_of_solutions(self, chain, progress=progress)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def solved(
+    algorithm: Any,
+    chain: Chain,
+    budget_bytes: int,
+    *,
+    progress: ProgressCallback | None = None,
+    **options: Any,
+) -> Sequence:
+    """Return an algorithm's schedule; its ``solve`` may take no slots and no progress."""
+    taken = inspect.signature(algorithm.solve).parameters
+    options["progress"] = progress
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        for name in {"mem_slots", "progress"} - taken.keys():
+            options.pop(name, None)
+    found = algorithm.solve(chain, budget_bytes, **options)
+    if not isinstance(found, Sequence):
+        raise TypeError(
+            f"solve() of {type(algorithm).__name__} returned {type(found).__name__}, expected a "
+            "rotor.algorithms.Sequence"
+        )
+    sequence = found if found.chain is chain else Sequence(found.codes, chain)
+    if sequence.peak_bytes > budget_bytes:
+        raise InfeasibleError(
+            f"{type(algorithm).__name__} has no schedule within {exact_bytes(budget_bytes)}: its "
+            f"own needs {exact_bytes(sequence.peak_bytes)}",
+            sequence.peak_bytes,
+        )
+    return sequence
+
+
+def curve_of_solutions(
+    algorithm: Any, chain: Chain, *, progress: ProgressCallback | None = None
+) -> Curve:
+    """Return the curve of what an algorithm finds under falling budgets."""
+    sizes = [chain.x_bytes, chain.xbar_bytes, chain.grad_bytes, chain.pgrad_bytes]
+    passing = [chain.forward_tmp_bytes, chain.forward_nograd_tmp_bytes, chain.backward_tmp_bytes]
+    # More than all of it at once.
+    budget = max(2 * sum(map(sum, [*sizes, *passing])) + abs(chain.loss_tmp_bytes), 1)
+    points: list[tuple[int, float]] = []
+    while len(points) < _CURVE_POINTS and budget > 0:
+        try:
+            sequence = solved(algorithm, chain, budget)
+        except InfeasibleError:
+            if not points:
+                raise
+            break
+        points.append((sequence.peak_bytes, sequence.makespan))
+        budget = min(int(budget * _NEXT_BUDGET), sequence.peak_bytes - 1)
+        if progress is not None:
+            progress(len(points), _CURVE_POINTS)
+    return Curve.from_points(points)
 
 
 def parse_budget(budget_bytes: int | str) -> int:

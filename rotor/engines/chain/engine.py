@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from rotor import algorithms
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
-from rotor.algorithms.utils import DynamicAlgorithm
+from rotor.algorithms.utils import DynamicAlgorithm, curve_of_solutions
 from rotor.chain import Chain
 from rotor.common.calls import mode_signature
 from rotor.common.progress import progress
@@ -359,7 +360,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         Parameters
         ----------
         algo
-            An algorithm of `rotor.algorithms`, its class, or its name.
+            An algorithm of `rotor.algorithms` or one of your own, its class, or its name.
         options
             Keywords of the class if `algo` is one or a name, else of its ``solve``.
         """
@@ -367,6 +368,11 @@ class ChainEngine(PublishedChain, MeteredEngine):
             algo = algorithms.get(algo)
         if isinstance(algo, type):
             algo, options = algo(**options), {}
+        if algo is not None and not callable(getattr(algo, "solve", None)):
+            raise TypeError(
+                f"algo = {algo!r}, expected the name of an algorithm, one of {algorithms.names()}, "
+                "or an object with a method solve(chain, budget) that returns a Sequence"
+            )
         self.settings.algorithm, self.settings.algorithm_options = algo, options
 
     def begin_planning(self) -> None:
@@ -461,7 +467,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         del points
         chain, inspection = self._chain(key), self._inspections[key.measured]
         with progress(1, "computing the curve") as update:
-            curve = self.algorithm.curve(chain, progress=update)
+            find = getattr(self.algorithm, "curve", partial(curve_of_solutions, self.algorithm))
+            curve = find(chain, progress=update)
         most, least = (
             executor_bytes(
                 inspection,

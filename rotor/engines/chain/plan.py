@@ -11,7 +11,7 @@ import torch
 
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback
+from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, solved
 from rotor.chain import Chain
 from rotor.common.accounting import assumed_loss_bytes, generator_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
@@ -262,7 +262,7 @@ def _make_chain_plan(
     def solve(own: int) -> Plan:
         budget = limit_bytes - own - reserve_bytes + resident
         try:
-            sequence = algorithm.solve(chain, max(budget, 1), progress=progress, **options)
+            sequence = solved(algorithm, chain, max(budget, 1), progress=progress, **options)
         except InfeasibleError as error:
             least = error.minimum_bytes - resident + own + reserve_bytes
             raise InfeasibleError(

@@ -15,7 +15,7 @@ from rotor.algorithms.griewank_heterogeneous import GriewankHeterogeneous
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.recompute_all import RecomputeAll
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, parse_budget
+from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, parse_budget, solved
 from rotor.chain import Chain
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.stages import Stage
@@ -70,7 +70,8 @@ class LoadedSequence(DynamicAlgorithm):
             raise InfeasibleError(
                 f"the plan needs {exact_bytes(sequence.peak_bytes)}", sequence.peak_bytes
             )
-        return self.otherwise.solve(chain, budget_bytes, mem_slots=mem_slots, progress=progress)
+        budget = parse_budget(budget_bytes)
+        return solved(self.otherwise, chain, budget, mem_slots=mem_slots, progress=progress)
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return the single point of the sequence."""
