@@ -238,16 +238,31 @@ def test_logs_within_a_context(tmp_path):
         dtr.new_log(tmp_path / "other.log")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        dtr.clear_checkpointpool,
-        dtr.reset_profile,
-    ],
+TIMES = (
+    *(dtr.base_compute_time, dtr.remat_compute_time, dtr.compute_time),
+    *(dtr.search_time, dtr.cost_time, dtr.loop_time),
 )
-def test_without_a_budget_functions_say_what_to_do(function):
-    with pytest.raises(RuntimeError, match="set_memory_budget"):
-        function()
+
+
+def test_without_a_budget_there_is_nothing_to_clear_and_no_time():
+    """In a process that has had no budget."""
+    script = f"""
+from rotor import dtr
+dtr.clear_checkpointpool()
+dtr.reset_profile()
+assert [getattr(dtr, name)() for name in {[time.__name__ for time in TIMES]}] == [0] * 6
+assert dtr.current() is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_times_of_a_budget_that_ended_are_reset():
+    dtr.set_memory_budget(None)
+    torch.ones(WIDTH).exp()
+    dtr.unset_memory_budget()
+    assert dtr.compute_time() > 0
+    dtr.reset_profile()
+    assert dtr.compute_time() == 0
 
 
 def test_without_a_log_notes_go_nowhere():

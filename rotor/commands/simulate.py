@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rotor.commands import add_output, examples, number, say, write_command_json
-from rotor.experiments import shipped_logs
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.logs import Log, parse
@@ -133,7 +131,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     runtime = runtimes.get(arguments.runtime)
     for heuristic in arguments.heuristic:
         heuristics.check(heuristic, runtime.serves, runtime.name)
-    log = parse(_path(arguments.log))
+    log = parse(arguments.log)
     results = [
         simulate(
             log,
@@ -162,13 +160,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         _show(log, results, stats=arguments.stats)
     return 0 if all(result.status == "ok" for result in results) else 1
-
-
-def _path(name: str) -> str:
-    """Return a path unchanged, and the path of a shipped log for its name, such as ``unet``."""
-    shipped = shipped_logs() / f"{name}.log.gz"
-    is_name = os.path.basename(name) == name and not os.path.exists(name)
-    return str(shipped) if is_name and shipped.is_file() else name
 
 
 def _write_trace(result: Result, log: Log, path: Path) -> None:

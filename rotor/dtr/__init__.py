@@ -18,6 +18,7 @@ from rotor.dtr.published import (
     compute_time,
     cost_time,
     decheckpoint,
+    install,
     is_checkpoint,
     loop_time,
     new_log,
@@ -32,6 +33,7 @@ from rotor.dtr.published import (
     toggle_sampling,
     try_checkpoint,
     uncheckpoint,
+    uninstall,
     unset_memory_budget,
 )
 from rotor.dtr.recall import Observer, Stats
@@ -53,6 +55,7 @@ __all__ = [
     "cost_time",
     "current",
     "decheckpoint",
+    "install",
     "is_checkpoint",
     "loop_time",
     "new_log",
@@ -67,5 +70,6 @@ __all__ = [
     "toggle_sampling",
     "try_checkpoint",
     "uncheckpoint",
+    "uninstall",
     "unset_memory_budget",
 ]

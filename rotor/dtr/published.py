@@ -42,6 +42,7 @@ __all__ = [
     "compute_time",
     "cost_time",
     "decheckpoint",
+    "install",
     "is_checkpoint",
     "loop_time",
     "new_log",
@@ -56,8 +57,13 @@ __all__ = [
     "toggle_sampling",
     "try_checkpoint",
     "uncheckpoint",
+    "uninstall",
     "unset_memory_budget",
 ]
+
+_METHODS = frozenset(
+    ["checkpoint", "decheckpoint", "is_checkpoint", "pin", "try_checkpoint", "uncheckpoint"]
+)
 
 
 class _Global:
@@ -84,17 +90,6 @@ def _watching(device: torch.device | None = None) -> Session:
     session = current()
     if session is None:
         session = _begin(None, device)
-    _state.last = session
-    return session
-
-
-def _session(what: str) -> Session:
-    session = current()
-    if session is None:
-        raise RuntimeError(
-            f"{what} needs a budget: call rotor.dtr.set_memory_budget(bytes) first (None for no "
-            "limit), or stay within rotor.dtr.budget(bytes)"
-        )
     _state.last = session
     return session
 
@@ -403,14 +398,16 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 def clear_checkpointpool() -> None:
     """Compute again everything that is evicted and in use, and keep all that is in use for good.
 
+    Without a budget nothing happens.
+
     Raises
     ------
-    RuntimeError
-        No budget is active.
     BudgetError
         It does not fit.
     """
-    _session("rotor.dtr.clear_checkpointpool").pin_all()
+    session = current()
+    if session is not None:
+        session.pin_all()
 
 
 # -- logs
@@ -489,10 +486,7 @@ def toggle_log(is_on: bool) -> None:
 
 def _stats() -> Stats:
     session = current() or _state.last
-    if session is None:
-        _session("the profile")
-    assert session is not None
-    return session.stats
+    return Stats() if session is None else session.stats
 
 
 def toggle_profile(is_on: bool) -> None:
@@ -507,18 +501,14 @@ def toggle_profile(is_on: bool) -> None:
 
 
 def reset_profile() -> None:
-    """Set all times to zero.
-
-    Raises
-    ------
-    RuntimeError
-        No budget is active.
-    """
-    _session("rotor.dtr.reset_profile").reset_profile()
+    """Set all times to zero: of the budget that holds, or else held last."""
+    session = current() or _state.last
+    if session is not None:
+        session.reset_profile()
 
 
 def base_compute_time() -> int:
-    """Time in the program's operators, ns; of the budget that holds, or else held last."""
+    """Time in the program's operators, ns; of the budget that holds, or held last; else 0."""
     return _stats().base_ns
 
 
@@ -547,3 +537,44 @@ def loop_time() -> int:
     """Return the rest of `search_time`, ns."""
     stats = _stats()
     return stats.search_ns - stats.cost_ns
+
+
+# -- where published programs call them
+
+
+def _installed() -> dict[str, tuple[Any, Any]]:
+    """Return each function by name, with the owner that it has in the prototype."""
+    names = [name for name in __all__ if name not in ("install", "uninstall")]
+    return {n: (torch.Tensor if n in _METHODS else torch, globals()[n]) for n in names}
+
+
+def install() -> None:
+    """Put the functions where published programs call them, until `uninstall`.
+
+    ``checkpoint``, ``try_checkpoint``, ``decheckpoint``, ``uncheckpoint``, ``is_checkpoint`` and
+    ``pin`` become methods of `torch.Tensor`, all others functions of `torch`.
+
+    Raises
+    ------
+    RuntimeError
+        PyTorch, or another package, has one of the names.
+    """
+    found = _installed()
+    taken = [
+        f"{owner.__name__}.{name}"
+        for name, (owner, function) in found.items()
+        if getattr(owner, name, function) is not function
+    ]
+    if taken:
+        raise RuntimeError(
+            f"{', '.join(taken)} exists already: call the functions by their names in rotor.dtr"
+        )
+    for name, (owner, function) in found.items():
+        setattr(owner, name, function)
+
+
+def uninstall() -> None:
+    """Take away what `install` has put in place."""
+    for name, (owner, function) in _installed().items():
+        if getattr(owner, name, None) is function:
+            delattr(owner, name)

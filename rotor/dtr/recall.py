@@ -67,18 +67,18 @@ class Stats:
         Time that was waited for the second tier.
     """
 
-    budget_bytes: int | None
-    peak_bytes: int
-    held_peak_bytes: int
-    operations: int
-    evictions: int
-    rematerializations: int
-    overflows: int
-    thrashes: int
-    base_ns: int
-    remat_ns: int
-    search_ns: int
-    cost_ns: int
+    budget_bytes: int | None = None
+    peak_bytes: int = 0
+    held_peak_bytes: int = 0
+    operations: int = 0
+    evictions: int = 0
+    rematerializations: int = 0
+    overflows: int = 0
+    thrashes: int = 0
+    base_ns: int = 0
+    remat_ns: int = 0
+    search_ns: int = 0
+    cost_ns: int = 0
     writes: int = 0
     fetches: int = 0
     written_bytes: int = 0

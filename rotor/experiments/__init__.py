@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from rotor.simrd.logs import shipped_logs
 
 __all__ = ["get", "names", "run_all", "shipped_logs"]
 
@@ -50,15 +51,6 @@ def get(name: str) -> ModuleType:
     if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"no experiment is named {name!r}, expected one of {', '.join(_REGISTRY)}")
     return importlib.import_module(f"rotor.experiments.{_REGISTRY[name]}")
-
-
-def shipped_logs() -> Path:
-    """Return the directory of the logs that come with the package.
-
-    They are of one step of small models, forward and backward, recorded on a CPU; its
-    ``manifest.json`` has their titles.
-    """
-    return Path(str(resources.files("rotor.experiments"))) / "logs"
 
 
 def run_all(

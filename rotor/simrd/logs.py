@@ -27,7 +27,15 @@ from rotor.errors import MalformedLogError
 from rotor.simrd.log_writer import LogWriter
 from rotor.simrd.settings import Baseline, compute_baseline
 
-__all__ = ["OUTPUT_CONDITIONS", "CommandKind", "Log", "LogSource", "LogWriter", "parse"]
+__all__ = [
+    "OUTPUT_CONDITIONS",
+    "CommandKind",
+    "Log",
+    "LogSource",
+    "LogWriter",
+    "parse",
+    "shipped_logs",
+]
 
 OUTPUT_CONDITIONS = ("rematerialize", "preallocate", "leave")
 """Choices of `parse` for tensors that still have a name at the end."""
@@ -309,8 +317,9 @@ def parse(
     Parameters
     ----------
     source
-        A path, the text of a log as bytes, or a file that is open in binary mode. Text that is
-        compressed with gzip is recognized by its first bytes. Files are read in pieces.
+        A path, the name of a shipped log such as "unet", the text of a log as bytes, or a file
+        that is open in binary mode. Text that is compressed with gzip is recognized by its first
+        bytes. Files are read in pieces.
     cut_at_start
         True: START annotations drop everything before them, as in the published experiments.
     output_condition
@@ -361,6 +370,23 @@ def parse(
     return log
 
 
+def shipped_logs() -> Path:
+    """Return the directory of the logs that come with the package.
+
+    They are of one step of small models, forward and backward, recorded on a CPU; its
+    ``manifest.json`` has their titles.
+    """
+    return Path(__file__).parents[1] / "experiments" / "logs"
+
+
+def _found(source: str | os.PathLike[str]) -> Path:
+    """Return a path; that of a shipped log for its name, where no file has it."""
+    path = Path(source)
+    shipped = shipped_logs() / f"{path.name}.log.gz"
+    is_name = os.path.basename(source) == os.fspath(source) and not path.exists()
+    return shipped if is_name and shipped.is_file() else path
+
+
 def _name_of(source: LogSource) -> str:
     name = source if isinstance(source, str | os.PathLike) else getattr(source, "name", None)
     if not isinstance(name, str | os.PathLike):
@@ -372,7 +398,7 @@ def _read(source: LogSource, name: str, cut_at_start: bool, output_condition: st
     core = _core.Log(cut_at_start)
     path: Path | None = None
     if isinstance(source, str | os.PathLike):
-        path = Path(source).absolute()
+        path = _found(source).absolute()
         with path.open("rb") as file, _Raw(file, keeps=False) as raw:
             _feed(core, raw, os.fstat(file.fileno()).st_size, str(path), name)
     else:

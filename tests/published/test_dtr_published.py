@@ -115,6 +115,63 @@ def test_the_order_of_a_published_trial(tmp_path):
     assert simrd.simulate(log, ratio=1.0).status == "ok"
 
 
+@pytest.fixture
+def installed():
+    dtr.install()
+    yield
+    dtr.uninstall()
+
+
+def test_a_program_of_the_prototype_runs_as_it_is(installed, tmp_path):
+    """Methods of tensors and functions of torch, in the order of the prototype's trials."""
+    model, x, target = network(), torch.randn(256, 64), torch.randn(256, 64)
+    expected = plain(copy.deepcopy(model), x, target)
+    torch.reset_profile()
+    torch.set_memory_budget(level() + ROOM)
+    torch.toggle_sampling(False)
+    torch.toggle_ignore_small_tensors(False)
+    torch.toggle_profile(True)
+    torch.new_log(str(tmp_path / "trial.log"))
+    torch.annotate_log("START")
+    torch.reset_profile()
+    parameters = [parameter.try_checkpoint() for parameter in model.parameters()]
+    x, target = x.checkpoint(), target.checkpoint()
+    assert x.is_checkpoint()
+    loss = F.mse_loss(model(x), target)
+    torch.annotate_log("BACKWARD")
+    loss.backward()
+    torch.toggle_log(False)
+    assert x.decheckpoint() is x
+    assert loss.pin() is loss
+    assert torch.equal(target.uncheckpoint(), target)
+    assert torch.equal(loss.decheckpoint(), expected)
+    assert torch.compute_time() == torch.base_compute_time() + torch.remat_compute_time() > 0
+    assert torch.search_time() == torch.cost_time() + torch.loop_time()
+    torch.clear_checkpointpool()
+    torch.unset_memory_budget()
+    torch.clear_checkpointpool()
+    assert all(parameter.grad is not None for parameter in parameters)
+    assert simrd.simulate(tmp_path / "trial.log", ratio=1.0).status == "ok"
+
+
+def test_installing_twice_is_installing_once_and_is_taken_back(installed):
+    dtr.install()
+    assert torch.ones(2).decheckpoint().tolist() == [1, 1]
+    dtr.uninstall()
+    dtr.uninstall()
+    names = [n for n in dtr.published.__all__ if hasattr(torch, n) or hasattr(torch.Tensor, n)]
+    assert names == []
+
+
+def test_what_exists_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(torch, "new_log", print, raising=False)
+    with pytest.raises(RuntimeError, match=r"torch\.new_log exists already"):
+        dtr.install()
+    assert not hasattr(torch.Tensor, "checkpoint")
+    dtr.uninstall()
+    assert torch.new_log is print
+
+
 class Evicted:
     """Observes what is evicted."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
@@ -135,6 +136,20 @@ def test_a_shipped_log_is_simulated_by_its_name(folder, capsys):
     assert capsys.readouterr().err.endswith("nothing: No such file or directory\n")
     (folder / "unet").write_text("{}")
     assert main(["simulate", "unet", "--ratio", "0.9"]) == 2
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.name)
+def test_a_shipped_log_is_read_by_its_name(path, folder):
+    name = path.name.removesuffix(".log.gz")
+    log = simrd.parse(name)
+    assert (log.name, log.path) == (name, path)
+    assert pickle.loads(pickle.dumps(log)).command_count == log.command_count
+    results = [simrd.simulate(source, ratio=0.9) for source in (name, log, str(path))]
+    assert len({result.max_memory for result in results}) == 1
+    with pytest.raises(FileNotFoundError):
+        simrd.parse(folder / name)
+    with pytest.raises(FileNotFoundError):
+        simrd.parse(f"{name}x")
 
 
 def test_what_ships_is_listed(capsys):
