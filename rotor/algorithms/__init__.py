@@ -83,6 +83,28 @@ def get(name: str) -> type[DynamicAlgorithm]:
     return found
 
 
+def chosen(algo: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return an algorithm given by name, class or object, and the options of its ``solve``.
+
+    Raises
+    ------
+    ValueError
+        No algorithm has that name.
+    TypeError
+        It has no ``solve``.
+    """
+    if isinstance(algo, str):
+        algo = get(algo)
+    if isinstance(algo, type):
+        algo, options = algo(**options), {}
+    if algo is not None and not callable(getattr(algo, "solve", None)):
+        raise TypeError(
+            f"algo = {algo!r}, expected the name of an algorithm, one of {', '.join(names())}, or "
+            "an object with a method solve(chain, budget) that returns a Sequence"
+        )
+    return algo, options
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return get(_MODULES[name])

@@ -364,16 +364,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         options
             Keywords of the class if `algo` is one or a name, else of its ``solve``.
         """
-        if isinstance(algo, str):
-            algo = algorithms.get(algo)
-        if isinstance(algo, type):
-            algo, options = algo(**options), {}
-        if algo is not None and not callable(getattr(algo, "solve", None)):
-            raise TypeError(
-                f"algo = {algo!r}, expected the name of an algorithm, one of {algorithms.names()}, "
-                "or an object with a method solve(chain, budget) that returns a Sequence"
-            )
-        self.settings.algorithm, self.settings.algorithm_options = algo, options
+        chosen = algorithms.chosen(algo, options)
+        self.settings.algorithm, self.settings.algorithm_options = chosen
 
     def begin_planning(self) -> None:
         """Forget loaded sequences."""
