@@ -51,6 +51,7 @@ from rotor.wrapper.habits import (
     runs_first,
     warn_of_cache,
     warn_of_checkpointing,
+    warn_of_later_code,
     warn_of_measuring,
     warn_of_searches,
 )
@@ -561,6 +562,7 @@ class Driver:
             STEP.reset(previous)
         self._attempts.proven.add(engine)
         warn_of_cache(self.context, plan.limit_bytes, output)
+        warn_of_later_code(self.context, plan.limit_bytes, output)
         return output
 
     def _warn_pending(self, limit_bytes: int) -> None:

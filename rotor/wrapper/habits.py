@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ __all__ = [
     "warn_of_cache",
     "warn_of_checkpointing",
     "warn_of_forward",
+    "warn_of_later_code",
     "warn_of_searches",
 ]
 
 _SHARE = 0.05
 """Share of the limit from which a cache is worth a warning."""
+
+_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)
 
 
 def refuse_outer_transforms(context: Context) -> bool:
@@ -109,6 +113,17 @@ def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
         f"{exact_bytes(limit_bytes)} are kept for it to the end of the step. If nothing reads "
         "them, call the model with use_cache=False, or set model.config.use_cache = False",
     )
+
+
+def warn_of_later_code(context: Context, limit_bytes: int, output: Any) -> None:
+    """Warn if the forward has returned code that runs when the caller asks for its results."""
+    if isinstance(output, _LATER):
+        context.warn(
+            "later",
+            f"the limit of {exact_bytes(limit_bytes)} is not kept: the forward returns a "
+            f"{type(output).__name__}, whose code runs after the call, as in plain PyTorch. "
+            "Return a list of the results, or limit a module that the code calls",
+        )
 
 
 def warn_of_measuring(context: Context, limit_bytes: int, peak_bytes: int) -> None:
