@@ -148,6 +148,19 @@ class _BudgetEngine(GraphEngine):
         except InfeasibleError as error:
             if budget is None:
                 raise
+            # New gradients to be added to existing ones are in no budget either.
+            existing = sum(
+                allocator.rounded_bytes(g.nbytes, g.device) for g in self.context.gradients
+            )
+            if limit_bytes < error.minimum_bytes <= limit_bytes + existing:
+                self.context.warn(
+                    "gradients",
+                    f"gradients exist when a step begins, and new ones beside them do not fit in "
+                    f"the budget of {exact_bytes(budget)}: the step takes up to "
+                    f"{exact_bytes(error.minimum_bytes)}, new gradients included. "
+                    "optimizer.zero_grad(set_to_none=True) before the forward avoids that",
+                )
+                return super().plan(key, error.minimum_bytes, reserve_bytes)
             least = error.minimum_bytes - (limit_bytes - budget)
             raise InfeasibleError(
                 f"no plan was found within a budget of {exact_bytes(budget)}; the least for "

@@ -26,7 +26,7 @@ class Yielding(Layers):
 
 class Mapping(Layers):
     def forward(self, x):
-        return map(lambda layer: torch.tanh(layer(x)), self.layers)
+        return map(nn.Module.__call__, self.layers, [x] * len(self.layers))
 
 
 class Generating(Layers):
