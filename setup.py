@@ -1,13 +1,18 @@
-"""Builds the extension rotor._core and states the license; everything else is in pyproject.toml.
+"""Builds the extension rotor._core, states the license and what a package index shows.
+
+Everything else is in pyproject.toml.
 
 Environment: ROTOR_DEBUG=1 builds without optimisation, with assertions and with the checks of
 invariants (csrc/rotor/eviction_check.h, recorder_check.h), ROTOR_SANITIZE=1 with the address and
-undefined-behaviour sanitizers, ROTOR_WERROR=1 turns warnings into errors.
+undefined-behaviour sanitizers, ROTOR_WERROR=1 turns warnings into errors. GITHUB_REPOSITORY and
+GITHUB_SHA, which a workflow on GitHub has, are where links of the README lead on a package index.
 """
 
 import os
+import re
 import sys
 from glob import glob
+from pathlib import Path
 
 import setuptools
 from setuptools import Extension, setup
@@ -49,8 +54,30 @@ if sys.platform.startswith("linux"):
     libraries += ["dl", "m", "pthread"]
     macros.append(("_GNU_SOURCE", None))
 
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?!https?:|#)([^)\s]+)\)")
+
+
+def index_text(text: str, repository: str, commit: str) -> str:
+    """Return the README with links that work outside of the repository; as words without one."""
+
+    def link(match: re.Match[str]) -> str:
+        picture, label, path = match.groups()
+        label = LINK.sub(link, label)
+        if not repository:
+            return label
+        view = "raw" if picture else "blob"
+        return f"{picture}[{label}](https://github.com/{repository}/{view}/{commit}/{path})"
+
+    return LINK.sub(link, text)
+
+
+readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+places = (os.environ.get("GITHUB_REPOSITORY", ""), os.environ.get("GITHUB_SHA", "HEAD"))
+
 setup(
     **license_text,
+    long_description=index_text(readme, *places),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Extension(
             "rotor._core",

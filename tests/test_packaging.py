@@ -86,7 +86,7 @@ def test_the_sdist_has_every_source(unpacked):
     expected |= files_under("models", ".py")
     expected |= files_under("tests", ".py", ".c", ".h", ".json")
     expected |= files_under("benchmarks", ".py", ".json")
-    expected |= files_under("docs", ".md", ".py")
+    expected |= files_under("docs", ".md", ".py", ".svg", ".png", ".css", ".js")
     expected |= files_under("tutorials", ".py", ".ipynb")
     present = {p.relative_to(unpacked).as_posix() for p in unpacked.rglob("*") if p.is_file()}
     assert expected - present == set()
@@ -118,6 +118,42 @@ def test_metadata(wheel):
     assert sorted(r.split(">=")[0] for r in required) == ["numpy", "psutil", "torch"]
     assert "torch>=2.11" in required
     assert metadata.get_payload().startswith("# rotor")
+
+
+RELATIVE = re.compile(r"\]\((?!https://|#)[^)]*\)")
+
+
+def described(**variables: str) -> str:
+    """The text that a package index shows of this tree."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GITHUB_")} | variables
+    command = [sys.executable, "setup.py", "-q", "--long-description"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"PYTHONWARNINGS": "ignore"}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode("utf-8")
+
+
+def test_links_of_the_readme_work_on_a_package_index():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", readme)
+    assert len(relative) > 30
+    assert [path for path in relative if not (ROOT / path.partition("#")[0]).exists()] == []
+    text = described(GITHUB_REPOSITORY="owner/rotor", GITHUB_SHA="abc123")
+    assert RELATIVE.findall(text) == []
+    for kind, path in (
+        *(("raw", "docs/curve.svg"), ("raw", "docs/plan-page.png"), ("blob", "docs/plan-page.png")),
+        ("blob", "docs/out-of-memory.md"),
+    ):
+        assert f"](https://github.com/owner/rotor/{kind}/abc123/{path})" in text
+    assert text.count("](https://") == len(re.findall(r"\]\((?!#)", readme))
+
+
+def test_without_a_repository_links_of_the_readme_are_words():
+    text = described()
+    assert RELATIVE.findall(text) == []
+    assert "\nOut of memory? goes from the error to a working limit" in text
+    assert text.startswith("# rotor\n")
 
 
 def test_the_version_is_one(wheel):
