@@ -96,19 +96,6 @@ def detached(value: Any) -> Any:
     return map_tensors(value, torch.Tensor.detach)
 
 
-def as_leaves(value: Any, flags: Flags) -> tuple[Any, list[torch.Tensor]]:
-    """Return a detached copy whose flagged tensors require gradients, and these tensors."""
-    if isinstance(value, torch.Tensor):
-        leaf = value.detach()
-        if flags[0]:
-            leaf.requires_grad_(True)
-            return leaf, [leaf]
-        return leaf, []
-    copies = [tensor.detach() for tensor in tree_tensors(value)]
-    wanted = [copy.requires_grad_() for copy, flag in zip(copies, flags, strict=True) if flag]
-    return with_tensors(value, copies), wanted
-
-
 def with_tensors(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
     """Return the value with its tensors replaced, in order."""
     following = iter(tensors)

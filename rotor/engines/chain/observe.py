@@ -25,13 +25,13 @@ from rotor.common.module_state import Watch
 from rotor.common.places import Place, Saved, tensors_in
 from rotor.common.tensor_trees import (
     Flags,
-    as_leaves,
     check_output,
     detached,
     grad_flags,
     tree_tensors,
 )
 from rotor.common.undisturbed import gradients_aside
+from rotor.engines.chain.ends import as_inputs, leaf_flags
 from rotor.engines.chain.stages import Stage
 
 __all__ = [
@@ -71,6 +71,8 @@ class Observation:
         True if two runs gave the same bits.
     written
         Parameters that a forward writes to.
+    asks
+        True if a run without a graph gave other bits.
     """
 
     flags: Flags
@@ -83,6 +85,7 @@ class Observation:
     is_fed: bool
     repeats: bool
     written: list[torch.Tensor] = field(default_factory=list, repr=False)
+    asks: bool = False
     reaches: Any = field(default=None, repr=False)
 
     def reason(self) -> str:
@@ -301,6 +304,8 @@ class Observer:
         Device of the stages.
     around
         Function that returns the context of a stage.
+    leaves
+        Flags of the leaves among the tensors of the first input.
     sees_writes
         False to leave writes to parameters alone: FSDP2 fills and frees them.
     """
@@ -309,10 +314,12 @@ class Observer:
         self,
         device: torch.device,
         around: Callable[[Stage], AbstractContextManager[Any]],
+        leaves: Flags | None = None,
         *,
         sees_writes: bool = False,
     ) -> None:
         self._around = around
+        self._leaves = leaves
         self._sees_writes = sees_writes
         self._writes = Writes()
         self._rng = RngTracker(device)
@@ -337,15 +344,34 @@ class Observer:
             ] or [f"an object that {stage.name} does not hold itself"]
         watch.restore()
         self._rng.write(states)
+        bare = self._bare(stage, x)
+        watch.restore()
+        self._rng.write(states)
         _, second, y = self._run(stage, x, flags, i, None)
         found.repeats = _as_numbers(first[0]) == _as_numbers(second[0])
+        found.asks = self._sees_writes and bare != _as_numbers(first[0])
         if stage.on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
             # Kernels save workspaces with bytes that are never read: gradients decide.
             found.repeats &= self._same_gradients(stage, x, flags, watch, states)
         found.reaches = watch.reaches
         for parameter in stage.graph_leaves():
             self._owners.setdefault(id(parameter), i)
+        self._leaves = None
         return found, y
+
+    def _bare(self, stage: Stage, x: Any) -> list[Any]:
+        """Return the digest of a stage's output where no graph is recorded."""
+        with self._around(stage), copied_buffers(stage):
+            with torch.no_grad(), self._seen():
+                y = stage(x)
+            self._undo(stage)
+        return _as_numbers([_digest(tensor) for tensor in tree_tensors(y)])
+
+    def _inputs(self, x: Any, flags: Flags) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        """Return an input of a stage, what of it requires gradients, and the leaves of these."""
+        source = torch.zeros((), requires_grad=True)
+        y, wanted = as_inputs(x, flags, source, self._leaves)
+        return y, wanted, [source, *[tensor for tensor in wanted if tensor.is_leaf]]
 
     def _run(
         self, stage: Stage, x: Any, flags: Flags, i: int, watch: Watch | None
@@ -356,11 +382,12 @@ class Observer:
                 for slot, original in originals
             ]
             states = self._rng.read()
-            leaves, wanted = as_leaves(x, flags)
             parameters = stage.graph_leaves()
-            alive = _Leaves(wanted, parameters)
-            with torch.enable_grad(), self._seen():
-                y = stage(leaves)
+            with torch.enable_grad():
+                given, wanted, leaves = self._inputs(x, flags)
+                alive = _Leaves(leaves, parameters)
+                with self._seen():
+                    y = stage(given)
             check_output(stage.name, y)
             uses_rng = self._rng.drawn_since(states)
             mutable = [
@@ -370,12 +397,12 @@ class Observer:
                 or copy._version != version
                 or (_is_strided(copy) and not torch.equal(copy, original))
             ]
-        own = {id(t) for t in (*wanted, *parameters)}
+        own = {id(t) for t in (*leaves, *parameters)}
         known = _pointers([*tree_tensors(x), *parameters])
         walk = _walk(y, known)
         foreign = [t for t in walk.variables if id(t) not in own]
         reads, is_fed = self._origins(foreign, i)
-        self._makers += [(weakref.ref(leaf), i) for leaf in wanted]
+        self._makers += [(weakref.ref(leaf), i) for leaf in leaves]
         found = Observation(
             flags=grad_flags(y),
             uses_rng=uses_rng,
@@ -391,7 +418,7 @@ class Observer:
         digest = walk.outputs, walk.saved
         end = _Ends(y)
         y = detached(y)
-        del walk, foreign, leaves, wanted, before
+        del walk, foreign, leaves, given, wanted, before
         torch.clear_autocast_cache()
         if watch is not None and alive.are_alive():
             found.leaves = [""]
@@ -421,8 +448,8 @@ class Observer:
             self._rng.write(states)
             with self._around(stage), copied_buffers(stage):
                 with torch.enable_grad(), self._seen():
-                    leaves, wanted = as_leaves(x, flags)
-                    y = stage(leaves)
+                    given, wanted, _ = self._inputs(x, flags)
+                    y = stage(given)
                 inputs = [*wanted, *stage.graph_leaves()]
                 ends = [t for t in tree_tensors(y) if t.requires_grad]
                 if not ends or not inputs:
@@ -484,7 +511,7 @@ def observe(
     -------
     The stages, after merging, and the observation of each.
     """
-    observer = Observer(device, around, sees_writes=sees_writes)
+    observer = Observer(device, around, leaf_flags(arg), sees_writes=sees_writes)
     x, flags = detached(arg), grad_flags(arg)
     found: list[Observation] = []
     for stage in stages:
@@ -518,6 +545,7 @@ def _joined(a: Observation, b: Observation) -> Observation:
         is_fed=a.is_fed or b.is_fed,
         repeats=a.repeats and b.repeats,
         written=[*a.written, *b.written],
+        asks=a.asks or b.asks,
         reaches=lambda place: a.reaches(place) or b.reaches(place),
     )
 
@@ -538,6 +566,7 @@ def note_state(stages: Sequence[Stage], observations: Sequence[Observation]) -> 
                 places[place.identity] = place
     for stage, seen in zip(stages, observations, strict=True):
         own = {place.identity for place in seen.changes}
+        stage.asks = seen.asks
         stage.mutable_buffers = seen.mutable_buffers
         stage.note_written(seen.written)
         stage.state = [

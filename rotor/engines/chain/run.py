@@ -24,7 +24,6 @@ from rotor.common.generators import SPLIT_BACKWARD, RngTracker
 from rotor.common.modes import Modes
 from rotor.common.tensor_trees import (
     Flags,
-    as_leaves,
     check_output,
     detached,
     differentiable,
@@ -34,34 +33,19 @@ from rotor.common.tensor_trees import (
     versions,
     with_tensors,
 )
+from rotor.engines.chain.ends import (
+    arrived_gradient,
+    as_inputs,
+    keeping_nothing,
+    leaf_flags,
+    root_of,
+    source_of,
+    token_of,
+)
 from rotor.engines.chain.proofs import StageProof
 from rotor.engines.chain.schedule import FE, FN, Schedule
 from rotor.engines.chain.snapshot import Snapshot
 from rotor.engines.chain.stages import Stage
-
-_HANDOFF_BYTES = 16_384
-"""Size below which outputs are kept through their backward: a handoff would cost more time."""
-
-_tokens: dict[torch.device, torch.Tensor] = {}
-
-
-def _token(device: torch.device) -> torch.Tensor:
-    if device not in _tokens:
-        _tokens[device] = torch.zeros((), device=device)
-    return _tokens[device]
-
-
-class _Handoff(Function):
-    """Root of a stage's graph: its backward returns the gradient and keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, cell: list[Any], token: torch.Tensor, *outputs: torch.Tensor) -> Any:
-        ctx.cell = cell
-        return token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, *ctx.cell.pop()
 
 
 class _Entry(Function):
@@ -129,7 +113,6 @@ def _any_given(gradient: Sequence[torch.Tensor | None]) -> bool:
     return any(g is not None for g in gradient)
 
 
-apply_handoff = core.bare_apply(_Handoff)
 _apply_entry = core.bare_apply(_Entry)
 _apply_stage = core.bare_apply(_StageNode)
 _apply_boundary = core.bare_apply(_Boundary)
@@ -181,13 +164,15 @@ class Run:
         self.proof = proof
         self.is_passed = False
         self.device = tree_tensors(arg)[0].device
-        self.token = _token(self.device)
+        self.token = token_of(self.device)
+        self.source = source_of(self.device)
         self.x: list[Any] = [None] * (n + 1)
         self.x[head] = detached(arg)
         self.input_versions = versions(arg)
         self.known_flags = flags
         self.flags: list[Flags | None] = [None] * (n + 1)
         self.flags[head] = grad_flags(arg)
+        self.leaves = leaf_flags(arg)
         self.parameters: list[list[torch.nn.Parameter]] = [
             stages[i].parameters() if head <= i < tail else [] for i in range(n)
         ]
@@ -213,7 +198,7 @@ class Run:
         if kind == FE:
             self._record(i)
         else:
-            y = self._call(i, self.x[i])
+            y = self._call_unkept(i) if self.stages[i].asks else self._call(i, self.x[i])
             if self.flags[i + 1] is None:
                 self._note(i, y)
             self.x[i + 1] = y
@@ -260,19 +245,34 @@ class Run:
         self.flags[i + 1] = flags
         return flags
 
-    def _record(self, i: int) -> None:
-        leaves, wanted = as_leaves(self.x[i], self.flags_of(i))
-        cell: list[Any] | None = None
+    def _inputs(self, i: int) -> tuple[Any, list[torch.Tensor]]:
+        leaves = self.leaves if i == self.schedule.head else None
+        return as_inputs(self.x[i], self.flags_of(i), self.source, leaves)
+
+    def _call_unkept(self, i: int) -> Any:
+        """Run a stage that asks autograd something, with a graph of which nothing is kept."""
         core.set_grad_enabled(True)
         try:
-            y = self._call(i, leaves)
-            roots = flagged(y, self.flags[i + 1] or self._note(i, y))
-            if not (len(roots) == 1 and roots[0].nbytes < _HANDOFF_BYTES):
-                cell = []
-                roots = [apply_handoff(cell, self.token, *roots)]
+            with keeping_nothing():
+                return detached(self._call(i, self._inputs(i)[0]))
         finally:
             core.set_grad_enabled(False)
-        self.tapes[i] = (wanted, roots[0], cell)
+
+    def _record(self, i: int) -> None:
+        core.set_grad_enabled(True)
+        try:
+            x, wanted = self._inputs(i)
+            before = versions(x)
+            y = self._call(i, x)
+            if versions(x) != before:
+                raise RuntimeError(
+                    f"stage {self.stages[i].name} changed its input in place, which it did not "
+                    "when it was measured, and its backward needs the input: change a copy instead"
+                )
+            root, cell = root_of(flagged(y, self.flags[i + 1] or self._note(i, y)), self.token)
+        finally:
+            core.set_grad_enabled(False)
+        self.tapes[i] = (wanted, root, cell)
         self.x[i + 1] = detached(y)
 
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
@@ -306,7 +306,7 @@ class Run:
             del gradient
             if self.accumulate:
                 torch.autograd.backward(root, given)
-                self.gradient = [leaf.grad for leaf in wanted]
+                self.gradient = [arrived_gradient(tensor) for tensor in wanted]
             else:
                 inputs = wanted if need_x else []
                 # Autograd drops gradients of parameters that were frozen after the forward.

@@ -38,11 +38,14 @@ class Stage:
         Other state that a forward depends on and that the stages change.
     written
         Parameters that a forward writes to.
+    asks
+        True if a forward gives other bits where no graph is recorded.
     """
 
     __slots__ = (
         "_dependencies",
         "_parameter_slots",
+        "asks",
         "buffers",
         "functions",
         "mutable_buffers",
@@ -59,6 +62,7 @@ class Stage:
         self.mutable_buffers: list[core.Slot] | None = None
         self.state: list[Place] = []
         self.written: list[core.Slot] = []
+        self.asks = False
         self._dependencies: Dependencies | None = None
         for module in self.modules():
             self._parameter_slots += core.parameter_slots(module)

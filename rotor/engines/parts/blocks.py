@@ -23,7 +23,6 @@ from rotor.common.generators import RngTracker
 from rotor.common.modes import Modes
 from rotor.common.tensor_trees import (
     Flags,
-    as_leaves,
     detached,
     flagged,
     grad_flags,
@@ -31,7 +30,7 @@ from rotor.common.tensor_trees import (
     versions,
     with_tensors,
 )
-from rotor.engines.chain.run import apply_handoff
+from rotor.engines.chain.ends import apply_handoff, arrived_gradient, as_inputs, source_of
 from rotor.engines.chain.sharded import ShardedStage, Sharding
 from rotor.engines.chain.snapshot import Snapshot
 from rotor.engines.graph.offloading import Placed
@@ -281,7 +280,7 @@ class BlockCall:
         finally:
             self._release()
         self._tell("before")
-        return [leaf.grad for leaf in wanted]
+        return [arrived_gradient(tensor) for tensor in wanted]
 
     def _record(self) -> tuple[list[torch.Tensor], torch.Tensor, list[Any]]:
         assert self._snapshot is not None
@@ -292,8 +291,8 @@ class BlockCall:
                 "instead"
             )
         with torch.enable_grad():
-            leaves, wanted = as_leaves(self._value, self._input_flags)
-            y = self._snapshot.recompute((self._forward, leaves), last=True)
+            given, wanted = as_inputs(self._value, self._input_flags, source_of(self.token.device))
+            y = self._snapshot.recompute((self._forward, given), last=True)
             if self._proof is not None:
                 self._proof.again(self._k, y)
             cell: list[Any] = []
