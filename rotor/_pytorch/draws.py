@@ -10,14 +10,28 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Draws"]
+import torch
+from torch import nn
+
+__all__ = ["Draws", "generators", "state_of"]
 
 
-def _state_of(generator: Any) -> Callable[[], object]:
+def generators(modules: Iterable[nn.Module] = ()) -> list[Any]:
+    """Return the generators of Python and NumPy, and those in modules' attributes."""
+    numpy: Any = sys.modules.get("numpy")
+    found = [random.random.__self__]  # type: ignore[attr-defined]
+    if numpy is not None:
+        found.append(numpy.random.mtrand._rand)
+    kinds = (torch.Generator, *_kinds())
+    values = [value for module in modules for value in vars(module).values()]
+    return [*found, *(value for value in values if isinstance(value, kinds))]
+
+
+def state_of(generator: Any) -> functools.partial[Any]:
     """Return a function that puts a generator back as it is now."""
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
@@ -41,7 +55,7 @@ class Draws:
 
     def _drawn(self, generator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         if id(generator) not in self._before:
-            self._before[id(generator)] = _state_of(generator)
+            self._before[id(generator)] = state_of(generator)
         return getattr(generator, name)(*args, **kwargs)
 
     def take_back(self) -> None:

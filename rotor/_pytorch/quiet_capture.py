@@ -102,6 +102,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         _requires_grad_set_in_forward(),
         _answered_by(branches),
         constant_branches(),
+        _interpolation_of_eager(),
         draws.drawn_anew(),
         _unordered_settings(),
         _layouts_of_outputs(),
@@ -140,6 +141,24 @@ def _answered_by(branches: Branches) -> Iterator[None]:
     finally:
         for owner, call in zip(owners, calls, strict=True):
             owner.call_function = call
+
+
+@contextmanager
+def _interpolation_of_eager() -> Iterator[None]:
+    """Have interpolation traced as the kernels that eager PyTorch runs, not as sums of products."""
+    keys = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
+    found = []
+    for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d"):
+        packet = getattr(torch.ops.aten, f"upsample_{name}")
+        for operator in (packet.default, packet.vec):
+            found.append((operator, {k: operator.py_kernels.pop(k, None) for k in keys}))
+            operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernels in found:
+            operator.py_kernels.update({k: kernel for k, kernel in kernels.items() if kernel})
+            operator._dispatch_cache.clear()
 
 
 @contextmanager

@@ -8,10 +8,12 @@ which it ran first, and autograd differentiates that.
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +22,21 @@ from torch.autograd.function import Function
 from torch.utils.weak import TensorWeakRef
 
 from rotor._pytorch import backwards, core, devices
+from rotor._pytorch.draws import generators, state_of
 from rotor.common.collector import CollectorPause
+from rotor.common.dependencies import Dependencies, Record
 from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
+from rotor.common.module_state import is_same
 from rotor.common.tensor_trees import map_tensors, output_tensors, replaced, tree_tensors, versions
-from rotor.common.undisturbed import buffers_copied, trial
+from rotor.common.undisturbed import buffers_copied, generators_kept, trial
 
 __all__ = ["STEP", "Rerun", "StepNotes", "Unit", "attach"]
 
 _FIRST_BYTES = 1 << 16
 """Size up to which a buffer is copied before the first forward, which may write to it."""
+
+_CONSTANT_STEPS = 3
+"""Steps in a row that find the same Python state, after which it is read no more."""
 
 
 class StepNotes(NamedTuple):
@@ -39,11 +47,12 @@ class StepNotes(NamedTuple):
     preserves_rng
         True to run again with the random numbers of the first forward.
     report
-        Function of the bytes that a forward which ran again has needed.
+        Function of the bytes that a forward which ran again has needed, and of whether a backward
+        under the plan has run, and kept its values.
     """
 
     preserves_rng: bool = True
-    report: Callable[[int], object] = int
+    report: Callable[[int, bool], object] = lambda *_: None
 
 
 STEP: ContextVar[StepNotes | None] = ContextVar("step", default=None)
@@ -67,6 +76,10 @@ class Unit:
         self.read_buffers = core.reader(self.buffers)
         self._versions: list[tuple[int, int]] | None = None
         self._written: set[int] = set()
+        self._generators = generators(self.modules)
+        self._dependencies: Dependencies | None = None
+        self._latest: list[Any] | None = None
+        self._constant_steps = 0
 
     def flags(self) -> list[bool]:
         """Return the training flag of every module."""
@@ -91,6 +104,63 @@ class Unit:
         for k in written:
             found[k] = None if values[k] is None else values[k].detach().clone()
         return now, found
+
+    def surroundings(self) -> _Surroundings | None:
+        """Return the Python state of a forward that begins; ``None`` once it has proved constant.
+
+        What an earlier forward computed is not kept: then there is none either.
+        """
+        if self._constant_steps >= _CONSTANT_STEPS:
+            return None
+        found = None if self._dependencies is None else self._dependencies.recorded()
+        if found is None:
+            self._dependencies = Dependencies((type(m).__name__, m) for m in self.modules)
+            found = self._dependencies.recorded()
+        own = {id(value) for value in (*self.read_parameters(), *self.read_buffers())}
+        if found is None or any(id(t) not in own and _bytes(t) > _FIRST_BYTES for t in found[2]):
+            return None
+        draws = list(map(state_of, self._generators))
+        if self._constant_steps >= 0:
+            states = pickle.dumps([draw.args for draw in draws])
+            before, self._latest = self._latest, [states, *map(_weakly, found[1])]
+            if before is not None:
+                is_same = all(map(_is_still, before, [states, *found[1]]))
+                is_same &= len(before) == len(self._latest)
+                self._constant_steps = self._constant_steps + 1 if is_same else -1
+            if not 0 <= self._constant_steps < _CONSTANT_STEPS:
+                self._latest = None
+        return _Surroundings(Record(found), draws)
+
+
+class _Surroundings(NamedTuple):
+    """Python state in which a forward began.
+
+    Attributes
+    ----------
+    record
+        State that its code depends on.
+    draws
+        Functions that put generators of Python and NumPy back.
+    """
+
+    record: Record
+    draws: list[partial[Any]]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Put the state back inside; generators stay as they are then."""
+        with self.record.put_back(()):
+            for draw in self.draws:
+                draw()
+            yield
+
+
+def _weakly(value: Any) -> Any:
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else value
+
+
+def _is_still(before: Any, now: Any) -> bool:
+    return is_same(before() if isinstance(before, weakref.ref) else before, now)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -131,6 +201,7 @@ class Rerun:
         self._value = _copied(value) if is_whole else map_tensors(value, _let_go)
         # The tensors of the states would count as memory of the step.
         self._states = [] if self._rng is None else [s.tobytes() for _, s in self._rng.read()]
+        self._surroundings = unit.surroundings() if self._notes.preserves_rng else None
         self._inputs = versions(tensors)
         self.arguments = set(map(id, tensors))
         self._is_used = self._is_over = False
@@ -172,7 +243,7 @@ class Rerun:
 
     def _drop(self) -> None:
         """Drop the arguments and states: no other backward comes."""
-        self._value, self._states, self._before = None, [], {}
+        self._value, self._states, self._before, self._surroundings = None, [], {}, None
 
     def output(self, forward: Callable[[Any], Any]) -> Any:
         """Return the result of the part's forward, run again from the same state with a tape.
@@ -194,6 +265,9 @@ class Rerun:
             stack.enter_context(_training(unit.modules, self._flags))
             roots = [(type(module).__name__, module) for module in unit.modules]
             stack.enter_context(trial(roots, (), self._device, is_guarded=False))
+            stack.enter_context(generators_kept(unit.modules))
+            if self._surroundings is not None:
+                stack.enter_context(self._surroundings.put_back())
             stack.enter_context(buffers_copied(unit.buffers))
             stack.enter_context(self._autocast)
             stack.enter_context(torch.enable_grad())
@@ -266,7 +340,8 @@ class Rerun:
                 for reference, output in zip(mine, outputs, strict=False):
                     _join(reference(), output)
             del outputs
-            self._notes.report(max(recorded, devices.level(self._device)) - level)
+            needed = max(recorded, devices.level(self._device)) - level
+            self._notes.report(needed, self._is_used)
         if self._is_over:
             self._drop()
         return dict(zip(asked, found, strict=True))

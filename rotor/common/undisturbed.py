@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, traces
+from rotor._pytorch.draws import generators, state_of
 from rotor.common.generators import RngTracker
 from rotor.common.module_state import Watch
 
@@ -98,21 +97,7 @@ def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     modules
         Where to look for a `torch.Generator`, or one of NumPy's or Python's.
     """
-    numpy: Any = sys.modules.get("numpy")
-    restores: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
-    if numpy is not None:
-        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    for module in modules:
-        for value in module.__dict__.values():
-            if isinstance(value, torch.Generator):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif isinstance(value, random.Random):
-                restores.append(partial(value.setstate, value.getstate()))
-            elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                restores.append(partial(value.set_state, value.get_state()))
-            elif numpy is not None and isinstance(value, numpy.random.Generator):
-                bits = value.bit_generator
-                restores.append(partial(setattr, bits, "state", bits.state))
+    restores = list(map(state_of, generators(modules)))
     try:
         yield
     finally:

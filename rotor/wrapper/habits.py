@@ -148,20 +148,20 @@ def rerun_notes(context: Context, limit_bytes: int, is_pending: Callable[[], boo
         Function that tells whether the step itself, which may take all of the limit, keeps values.
     """
 
-    def report(needed_bytes: int) -> None:
+    def report(needed_bytes: int, is_kept: bool) -> None:
         # Such a step says nothing about the plan.
         cancel_running()
-        is_beside = is_pending()
-        over = needed_bytes if is_beside else needed_bytes - limit_bytes
-        if over > 0:
-            beside = ", beside what the step itself kept" if is_beside else ""
+        is_beside = is_kept or is_pending()
+        most_bytes = needed_bytes + limit_bytes * is_beside
+        if most_bytes > limit_bytes:
+            beside = f", {exact_bytes(needed_bytes)} of them beside what it kept" * is_beside
             context.warn(
                 "rerun",
                 "a backward that no plan gives ran the model's forward again, in plain autograd: "
                 "gradients of gradients (create_graph=True), of inputs before those of "
-                f"parameters, batched ones, or a second backward. It took "
-                f"{exact_bytes(needed_bytes)}{beside}: up to {exact_bytes(over)} more than the "
-                f"limit of {exact_bytes(limit_bytes)}",
+                f"parameters, batched ones, or a second backward. The step needed "
+                f"{exact_bytes(most_bytes)} at most{beside}, and the limit is "
+                f"{exact_bytes(limit_bytes)}",
             )
 
     return StepNotes(context.settings.preserve_rng_state, report)

@@ -374,7 +374,61 @@ def _adds(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> tor
     return loss.detach()
 
 
-LOOPS = {"usual": usual_step, "toggles": _toggles, "hooks": _hooks, "adds": _adds}
+def _retains(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = case.loss(net, model(*case.inputs(k)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _evaluates(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> torch.Tensor:
+    with torch.no_grad():
+        model(*case.inputs(k))
+    return usual_step(case, model, net, optimizer, k)
+
+
+def _saliency(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    (x,) = case.inputs(k)
+    loss = case.loss(net, model(x.requires_grad_()))
+    (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return loss.detach() + found.square().mean()
+
+
+def _loads(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> torch.Tensor:
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()})
+    return usual_step(case, model, net, optimizer, k)
+
+
+def _casts(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = case.loss(net, model(*case.inputs(k)))
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+LOOPS = {
+    "usual": usual_step,
+    "toggles": _toggles,
+    "hooks": _hooks,
+    "adds": _adds,
+    "retains": _retains,
+    "evaluates": _evaluates,
+    "saliency": _saliency,
+    "loads": _loads,
+    "casts": _casts,
+    "sizes": usual_step,
+}
+
+
+def _sizes(k: int) -> tuple[torch.Tensor]:
+    return rows(batch=(128, 96, 128, 64)[k % 4])
 
 
 @dataclass(frozen=True)
@@ -406,4 +460,7 @@ class Program:
             return nn.Sequential(*blocks) if self.is_sequential else Looped(blocks)
 
         keeps = self.loop == "adds"
-        return Case(make, rows, step=LOOPS[self.loop], varies=True, steps=4, keeps_gradients=keeps)
+        inputs = _sizes if self.loop == "sizes" else rows
+        return Case(
+            make, inputs, step=LOOPS[self.loop], varies=True, steps=4, keeps_gradients=keeps
+        )
