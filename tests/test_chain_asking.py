@@ -1,4 +1,4 @@
-"""Stages of a chain that branch on what autograd says: of their input, values, modes, hooks."""
+"""Stages of a chain that branch on what autograd says, or write to weights."""
 
 from __future__ import annotations
 
@@ -206,3 +206,43 @@ def test_an_input_changed_in_place_later_than_measured_is_an_error():
     with pytest.raises(RuntimeError, match="changed its input in place, which it did not"):
         model(torch.randn(64, WIDTH)).square().mean().backward()
     assert net[0].weight.grad is None
+
+
+class Writing(nn.Module):
+    """Stage that writes to weights of its own in a way, or to another's."""
+
+    def __init__(self, way, other=None):
+        super().__init__()
+        self.a, self.b, self.way, self.other = (
+            nn.Linear(WIDTH, 96),
+            nn.Linear(96, WIDTH),
+            way,
+            [other],
+        )
+        self.table = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.way == "other memory":
+                self.a.weight.set_((self.a.weight * 0.9).clone())
+            elif self.way == "data":
+                self.a.weight.data = self.a.weight * 0.9
+            elif self.way == "in place":
+                self.a.weight.mul_(0.9)
+            elif self.other[0] is not None:
+                self.other[0].table.mul_(0.9)
+        return x + self.b(torch.tanh(self.a(x))) + self.table
+
+
+@pytest.mark.parametrize("way", ["other memory", "data", "in place", "another's"])
+def test_measuring_leaves_weights_that_any_stage_writes_to(way):
+    def make() -> nn.Module:
+        stages = [Writing(way)]
+        for _ in range(3):
+            stages.append(Writing(way, stages[-1]))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *stages)
+
+    def batch() -> torch.Tensor:
+        return torch.randn(64, WIDTH)
+
+    assert _same(make, batch, mem_limit="1 GB", engine="chain")

@@ -207,6 +207,23 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def places_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return plain tensors with aliases of their memory."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    found = [t for t in tensors if type(t) in plain and t.layout == torch.strided]
+    return [(tensor, tensor.detach()) for tensor in found]
+
+
+def put_places_back(
+    places: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Put tensors back on the memory of their aliases; return those that had left it."""
+    moved = [(t, alias) for t, alias in places if t.data_ptr() != alias.data_ptr()]
+    for tensor, alias in moved:
+        tensor.data = alias
+    return [tensor for tensor, _ in moved]
+
+
 def storage_reference(tensor: torch.Tensor) -> Any:
     """Return an object that reserves the identity of a tensor's storage, not its memory."""
     return StorageWeakRef(tensor.untyped_storage())

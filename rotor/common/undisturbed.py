@@ -261,6 +261,7 @@ class Trial:
         if not is_sharded:
             leaves += [p for module, *_ in self._modules for p in module.parameters(recurse=False)]
         self._leaves = [(leaf, leaf.requires_grad, leaf.grad) for leaf in dict.fromkeys(leaves)]
+        self._places = core.places_of(leaf for leaf, *_ in self._leaves)
         self._rng = RngTracker(device)
         self._states = self._rng.read()
         self._parametrizations = traces.OwnParametrizations()
@@ -311,6 +312,7 @@ class Trial:
             if type(module) is not kind:
                 module.__class__ = kind  # Lazy modules, say.
             module.training = training
+        core.put_places_back(self._places)
         for leaf, requires_grad, gradient in self._leaves:
             if leaf.is_leaf:
                 leaf.requires_grad_(requires_grad)
@@ -324,7 +326,7 @@ class Trial:
         self.put_back(again)
         self._parametrizations.__exit__()
         # Closures of the run may refer to this object in a cycle.
-        del self.arguments, self._leaves, self._watch
+        del self.arguments, self._leaves, self._places, self._watch
 
 
 @contextmanager

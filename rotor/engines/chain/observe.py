@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -306,6 +306,8 @@ class Observer:
         Function that returns the context of a stage.
     leaves
         Flags of the leaves among the tensors of the first input.
+    parameters
+        Parameters that stages may write to.
     sees_writes
         False to leave writes to parameters alone: FSDP2 fills and frees them.
     """
@@ -316,10 +318,12 @@ class Observer:
         around: Callable[[Stage], AbstractContextManager[Any]],
         leaves: Flags | None = None,
         *,
+        parameters: Iterable[torch.Tensor] = (),
         sees_writes: bool = False,
     ) -> None:
         self._around = around
         self._leaves = leaves
+        self._places = core.places_of(parameters)
         self._sees_writes = sees_writes
         self._writes = Writes()
         self._rng = RngTracker(device)
@@ -364,7 +368,7 @@ class Observer:
         with self._around(stage), copied_buffers(stage):
             with torch.no_grad(), self._seen():
                 y = stage(x)
-            self._undo(stage)
+            self._undo()
         return _as_numbers([_digest(tensor) for tensor in tree_tensors(y)])
 
     def _inputs(self, x: Any, flags: Flags) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
@@ -414,7 +418,7 @@ class Observer:
             is_fed=is_fed,
             repeats=True,
         )
-        found.written = self._undo(stage)
+        found.written = self._undo()
         digest = walk.outputs, walk.saved
         end = _Ends(y)
         y = detached(y)
@@ -428,13 +432,13 @@ class Observer:
     def _seen(self) -> AbstractContextManager[Any]:
         return self._writes if self._sees_writes else nullcontext()
 
-    def _undo(self, stage: Stage) -> list[torch.Tensor]:
-        """Put the bytes of parameters that were written to back; return these."""
+    def _undo(self) -> list[torch.Tensor]:
+        """Put the bytes of the model's parameters that were written to back; return these."""
+        moved = core.put_places_back(self._places)
         rewritten = self._writes.identities()
-        parameters = [p for p in stage.current_parameters() if p is not None] if rewritten else []
-        found = {core.storage_identity(p): p for p in parameters}
+        found = {core.storage_identity(p): p for p, _ in self._places} if rewritten else {}
         self._writes.undo(lambda storage: storage not in found)
-        return [p for storage, p in found.items() if storage in rewritten]
+        return [*moved, *[p for storage, p in found.items() if storage in rewritten]]
 
     def _same_gradients(
         self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
@@ -466,7 +470,7 @@ class Observer:
                         )
                     found.append(_as_numbers([_digest(g) for g in made if g is not None]))
                     del made
-                self._undo(stage)
+                self._undo()
                 return found
 
         try:
@@ -511,7 +515,10 @@ def observe(
     -------
     The stages, after merging, and the observation of each.
     """
-    observer = Observer(device, around, leaf_flags(arg), sees_writes=sees_writes)
+    every = [p for s in stages for p in s.current_parameters() if p is not None] * sees_writes
+    observer = Observer(
+        device, around, leaf_flags(arg), parameters=dict.fromkeys(every), sees_writes=sees_writes
+    )
     x, flags = detached(arg), grad_flags(arg)
     found: list[Observation] = []
     for stage in stages:
