@@ -211,7 +211,7 @@ def places_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch
     """Return plain tensors with aliases of their memory."""
     plain = (torch.Tensor, torch.nn.Parameter)
     found = [t for t in tensors if type(t) in plain and t.layout == torch.strided]
-    return [(tensor, tensor.detach()) for tensor in found]
+    return [] if in_functorch() else [(tensor, tensor.detach()) for tensor in found]
 
 
 def put_places_back(
