@@ -581,13 +581,6 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     return call
 
 
-def hide_from_dynamo(function: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` leave the frames of a function, and those within, as they are."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
 def rank() -> int:
     """Return the number of this process among those that train together; 0 if it trains alone."""
     distributed = torch.distributed

@@ -97,6 +97,13 @@ class _Kept:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (self._count,))
 
 
+def _hide_from_dynamo(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` leave the frames of a function, and those within, as they are."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 class Writes(_python_dispatch.TorchDispatchMode):
     """Context in which the bytes of tensors from before are kept when they are first written to.
 
@@ -131,7 +138,7 @@ class Writes(_python_dispatch.TorchDispatchMode):
                     self._made.add(core.storage_identity(part))
         return result
 
-    core.hide_from_dynamo(__torch_dispatch__)
+    _hide_from_dynamo(__torch_dispatch__)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         parts = core.strided_parts(tensor)
