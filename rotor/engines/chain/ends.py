@@ -110,7 +110,7 @@ def as_inputs(
         if not flag
         else tensor.detach().requires_grad_()
         if leaves is not None and leaves[k]
-        else _apply_input(leaf, tensor)
+        else _apply_input(leaf, tensor.detach())
         for k, (tensor, flag) in enumerate(zip(tensors, flags, strict=True))
     ]
     wanted = [tensor for tensor, flag in zip(found, flags, strict=True) if flag]
