@@ -117,6 +117,9 @@ def test_measuring_leaves_the_generators_of_python_and_numpy(tmp_path, monkeypat
         assert drawn_now() == expected
 
 
+# The dynamic engine, which is tried where parts need more than the limit, says it too.
+@pytest.mark.filterwarnings("ignore:rotor_tests..numpy does not repeat bit for bit")
+@pytest.mark.filterwarnings("ignore:the limit of .* is less than the predicted need of a step")
 def test_parts_of_a_model_keep_what_does_not_repeat():
     model, x = Stack("numpy", parts=True), sample()
     plain = step(model, x)

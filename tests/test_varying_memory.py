@@ -279,7 +279,7 @@ def test_excesses_are_told_while_parts_are_looked_for_and_that_ends():
         )
         searches.append(getattr(getattr(chk.plan, "parts", None), "searches", 0))
     assert told[1]
-    assert max(searches) == 2
+    assert 1 <= max(searches) <= 2
 
 
 def test_a_graph_is_metered_now_and_then(monkeypatch):
