@@ -66,7 +66,6 @@ class MeasureMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = devices.known(device)
-        self.cuda = self.device.type == "cuda"
         self._most = 0
         self.resetMax()
         self.start_memory = self.last_memory = self.currentValue()

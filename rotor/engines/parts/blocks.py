@@ -291,7 +291,8 @@ class BlockCall:
                 "instead"
             )
         with torch.enable_grad():
-            given, wanted = as_inputs(self._value, self._input_flags, source_of(self.token.device))
+            flags = self._input_flags
+            given, wanted = as_inputs(self._value, flags, source_of(self.token.device), flags)
             y = self._snapshot.recompute((self._forward, given), last=True)
             if self._proof is not None:
                 self._proof.again(self._k, y)
