@@ -14,7 +14,6 @@ from torch import nn
 
 from rotor.common.calls import sample_call
 from rotor.engines.contract import Key, Settings
-from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.pricing import search
@@ -82,28 +81,11 @@ def _created(graph: Graph) -> set[int]:
     return {s for s in made if graph.storages[s].pinned}
 
 
-def _expected(plan: GraphPlan, overhead: bool) -> list[int]:
-    """Return what `Rockmate.expect_mem` does."""
-    graph, ops = plan.graph, plan.program.ops.tolist()
-    timeline = plan.program.timeline(runs_only=True)
-    created = _created(graph)
-    outside = 0
-    expected = []
-    last = sum(storage.bytes for storage in graph.storages if storage.pinned)
-    after = [*timeline.before_bytes.tolist()[1:], last]
-    for index, live, peak in zip(ops, after, timeline.peak_bytes.tolist(), strict=True):
-        new = created.intersection(graph.operations[index].outputs)
-        outside += sum(graph.storages[s].bytes for s in new)
-        expected.append((peak if overhead else live) - outside + plan.executor_bytes)
-    return expected
-
-
 class _BudgetEngine(GraphEngine):
     """Engine of captured steps under a budget that does not count gradients of parameters."""
 
     settings: _Budgeted
     improves: ClassVar[bool] = False
-    _aside = 0
 
     def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
         """Return the budget and the gradients that a step makes."""
@@ -136,30 +118,13 @@ class _BudgetEngine(GraphEngine):
         outside = sum(graph.storages[number].bytes for number in created)
         # The limit has room for gradients of parameters that this step may not make, and none for
         # gradients of inputs.
-        within = min(budget - max(given - limit, self._aside), limit - outside)
+        within = min(budget - (given - limit), limit - outside)
         try:
             program = self._fastest(activations, max(within, 1), options, progress)
         except InfeasibleError as error:
             beside = max(given - budget, outside)
             raise InfeasibleError(str(error), error.minimum_bytes + beside) from error
         return Program(graph, program.ops)
-
-    def _found(
-        self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
-    ) -> GraphPlan:
-        # What is kept beside the storages depends on the program, which depends on the rest.
-        budget, self._aside = self.settings.budget, 0
-        while True:
-            plan = super()._found(step, key, limit_bytes, reserve_bytes, solve)
-            plan.budget_bytes = budget
-            if budget is None or max(_expected(plan, True)) + reserve_bytes <= budget:
-                return plan
-            needed = plan.executor_bytes + reserve_bytes
-            if needed <= self._aside:
-                needed = step.most_executor_bytes(limit_bytes) + reserve_bytes
-            if needed <= self._aside:
-                return plan
-            self._aside = needed
 
     def _fastest(
         self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
@@ -403,7 +368,19 @@ class Rockmate(Checkpointable):
         ValueError
             No plan, or no graph.
         """
-        return _expected(self.graph_plan(), overhead)
+        plan = self.graph_plan()
+        graph, ops = plan.graph, plan.program.ops.tolist()
+        timeline = plan.program.timeline(runs_only=True)
+        created = _created(graph)
+        outside = 0
+        expected = []
+        last = sum(storage.bytes for storage in graph.storages if storage.pinned)
+        after = [*timeline.before_bytes.tolist()[1:], last]
+        for index, live, peak in zip(ops, after, timeline.peak_bytes.tolist(), strict=True):
+            new = created.intersection(graph.operations[index].outputs)
+            outside += sum(graph.storages[s].bytes for s in new)
+            expected.append((peak if overhead else live) - outside + plan.executor_bytes)
+        return expected
 
     # -- files
 

@@ -120,7 +120,6 @@ def graph_report(plan: GraphPlan) -> Text:
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
     lines = [
         ["limit", format_bytes(plan.limit_bytes)],
-        *budget_rows(plan),
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
         *reserved_rows(plan),
@@ -140,12 +139,6 @@ def graph_report(plan: GraphPlan) -> Text:
         ["proof", plan.proof],
     ]
     return table([["plan", ""], *lines])
-
-
-def budget_rows(plan: GraphPlan) -> list[list[str]]:
-    """Return a row on a budget that leaves gradients of parameters out."""
-    size = plan.budget_bytes
-    return [] if size is None else [["budget, without gradients", format_bytes(size)]]
 
 
 _DAY = 86400

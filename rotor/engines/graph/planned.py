@@ -53,8 +53,6 @@ class GraphPlan(Metered):
     executor_bytes
         Bytes kept beside the graph's storages: random states, the caller's scalars, and on an
         accelerator the slack of its allocator.
-    budget_bytes
-        Budget that leaves gradients of parameters out; ``None`` without one.
     planning
         Record of the search for the program.
     """
@@ -71,7 +69,6 @@ class GraphPlan(Metered):
     _emitted: StepCode | None = field(default=None, repr=False)
     _early: EarlyCode | None = field(default=None, repr=False)
     _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
-    budget_bytes: int | None = None
     _known: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
