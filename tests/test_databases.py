@@ -1,14 +1,20 @@
 """PyTorch's own databases of operators and modules, each inside a small model at its least limit.
 
-``ROTOR_SAMPLES`` sets how many samples of each operator and module the long half takes; 0: all.
+Run as a script, this file judges some of them in a process of its own: importing the databases
+changes settings of PyTorch. ``ROTOR_SAMPLES`` sets how many samples of each operator and module are
+taken; 0: all.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,20 +24,11 @@ from torch.utils import _pytree
 
 import rotor
 
-pytest.importorskip("expecttest")
-databases = pytest.importorskip("torch.testing._internal.common_methods_invocations")
-modules = pytest.importorskip("torch.testing._internal.common_modules")
-
 ENGINES = ("auto", "graph", "dynamic")
 TYPES = (torch.float32, torch.bfloat16)
 SAMPLES = int(os.environ.get("ROTOR_SAMPLES", "1")) or None
-OPERATORS = {
-    f"{op.name}.{op.variant_test_name}".rstrip("."): op
-    for op in databases.op_db
-    if torch.float32 in op.supported_backward_dtypes("cpu")
-}
-MODULES = {f"{info.name}": info for info in modules.module_db}
-QUICK = {
+SHARDS = 40
+QUICK = (
     "add",
     "cumprod",
     "index_put",
@@ -39,13 +36,16 @@ QUICK = {
     "linalg.solve",
     "nn.functional.dropout",
     "nn.functional.embedding",
+    "nn.functional.interpolate.bilinear",
     "nn.functional.scaled_dot_product_attention",
     "sgn",
     "sort",
     "split.list_args",
-    "where",
-}
-QUICK_MODULES = {"nn.BatchNorm1d", "nn.CircularPad2d", "nn.GRU", "nn.MultiheadAttention"}
+    "nn.BatchNorm1d",
+    "nn.CircularPad2d",
+    "nn.GRU",
+    "nn.MultiheadAttention",
+)
 TRIES = 8
 REFUSED = (rotor.CaptureError, RuntimeError, ValueError, TypeError)
 
@@ -148,28 +148,32 @@ def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
         yield from islice(op.sample_inputs("cpu", dtype, requires_grad=True), SAMPLES)
 
 
-def _slow(names: Any, quick: set[str]) -> list[Any]:
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+def _operators() -> dict[str, Any]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {
+        f"{op.name}.{op.variant_test_name}".rstrip("."): op
+        for op in op_db
+        if torch.float32 in op.supported_backward_dtypes("cpu")
+    }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", _slow(OPERATORS, QUICK))
-def test_operators_are_equal_at_their_least_limit(name: str, engine: str) -> None:
-    op = OPERATORS[name]
+def _modules() -> dict[str, Any]:
+    from torch.testing._internal.common_modules import module_db
+
+    return {info.name: info for info in module_db}
+
+
+def _judge_operator(op: Any, engine: str) -> None:
     for dtype in TYPES:
-        if dtype not in op.supported_backward_dtypes("cpu"):
-            continue
-        torch.manual_seed(0)
-        for sample in _samples(op, dtype):
-            given = ((sample.input, *sample.args), dict(sample.kwargs))
-            _judge(lambda dtype=dtype: Operator(op.op, dtype), given, engine)
-    torch._dynamo.reset()
+        if dtype in op.supported_backward_dtypes("cpu"):
+            torch.manual_seed(0)
+            for sample in _samples(op, dtype):
+                given = ((sample.input, *sample.args), dict(sample.kwargs))
+                _judge(lambda dtype=dtype: Operator(op.op, dtype), given, engine)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", _slow(MODULES, QUICK_MODULES))
-def test_modules_are_equal_at_their_least_limit(name: str, engine: str) -> None:
-    info = MODULES[name]
+def _judge_module(info: Any, engine: str) -> None:
     for dtype in TYPES:
         if dtype not in info.dtypes:
             continue
@@ -187,4 +191,40 @@ def test_modules_are_equal_at_their_least_limit(name: str, engine: str) -> None:
 
             given = (tuple(sample.forward_input.args), dict(sample.forward_input.kwargs))
             _judge(make, given, engine)
-    torch._dynamo.reset()
+
+
+def work(engine: str, shard: str) -> None:
+    """Print what went wrong, by name: of the quick ones, or of a shard of all."""
+    torch.set_num_threads(1)
+    operators, modules = _operators(), _modules()
+    names = [*operators, *modules]
+    chosen = QUICK if shard == "quick" else names[int(shard) :: SHARDS]
+    found = {}
+    for name in chosen:
+        try:
+            if name in operators:
+                _judge_operator(operators[name], engine)
+            else:
+                _judge_module(modules[name], engine)
+        except Exception as error:  # All of them are judged.
+            found[name] = f"{type(error).__name__}: {error}"[:300]
+        torch._dynamo.reset()
+    print(json.dumps(found))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "shard", ["quick", *(pytest.param(str(k), marks=pytest.mark.slow) for k in range(SHARDS))]
+)
+def test_operators_and_modules_are_equal_at_their_least_limit(shard: str, engine: str) -> None:
+    pytest.importorskip("expecttest")
+    command = [sys.executable, __file__, engine, shard]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])

@@ -291,8 +291,7 @@ class BlockCall:
                 "instead"
             )
         with torch.enable_grad():
-            flags = self._input_flags
-            given, wanted = as_inputs(self._value, flags, source_of(self.token.device), flags)
+            given, wanted = as_inputs(self._value, self._input_flags, source_of(self.token.device))
             y = self._snapshot.recompute((self._forward, given), last=True)
             if self._proof is not None:
                 self._proof.again(self._k, y)
