@@ -108,7 +108,7 @@ class Unit:
     def surroundings(self) -> _Surroundings | None:
         """Return the Python state of a forward that begins; ``None`` once it has proved constant.
 
-        What an earlier forward computed is not kept: then there is none either.
+        Large tensors of an earlier forward are not kept: then there is none either, from then on.
         """
         if self._constant_steps >= _CONSTANT_STEPS:
             return None
@@ -117,7 +117,9 @@ class Unit:
             self._dependencies = Dependencies((type(m).__name__, m) for m in self.modules)
             found = self._dependencies.recorded()
         own = {id(value) for value in (*self.read_parameters(), *self.read_buffers())}
-        if found is None or any(id(t) not in own and _bytes(t) > _FIRST_BYTES for t in found[2]):
+        others = [] if found is None else [t for t in found[2] if id(t) not in own]
+        if found is None or any(_bytes(t) > _FIRST_BYTES for t in others):
+            self._constant_steps, self._dependencies, self._latest = _CONSTANT_STEPS, None, None
             return None
         draws = list(map(state_of, self._generators))
         if self._constant_steps >= 0:

@@ -13,7 +13,6 @@ from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import refuse_sharded
-from rotor.common.rerun import Rerun
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import trial
 from rotor.engines.contract import Call, Context, Engine, IsPending, Key, StartMeter
@@ -165,12 +164,10 @@ class DynamicEngine(Engine):
                 "with a limit, and budgets do not nest: wrap the outermost model only"
             )
         plan.verify = self.settings.verify
-        value = (*call.arguments, call.targets)
-        rerun = self.context.structure.rerun(value, plan.device)
         meter: Any = start()
         if meter is None:
             cancel_running()
-        step, output = self._run(plan, call, meter=meter, rerun=rerun)
+        step, output = self._run(plan, call, meter=meter)
         if meter is not None:
             plan.output_bytes, step.is_metered = step.output_bytes, True
             meter.forward_done(output_tensors(output))
@@ -188,7 +185,6 @@ class DynamicEngine(Engine):
         call: Call,
         *,
         meter: StepMeter | None = None,
-        rerun: Rerun | None = None,
         is_trial: bool = False,
     ) -> tuple[BudgetedStep, Any]:
         module, loss_fn = self.context.module, self.settings.loss_fn
@@ -197,7 +193,9 @@ class DynamicEngine(Engine):
             output = module.forward(*args, **kwargs)
             return output if not targets or loss_fn is None else loss_fn(output, *targets)
 
-        value = (*call.arguments, call.targets)
+        value, rerun = (*call.arguments, call.targets), None
+        if not is_trial:
+            rerun = self.context.structure.rerun(value, plan.device)
         step = plan.step(module, is_trial=is_trial)
         plan.unknown = [] if meter is None else step.session.mark_unknown(meter.mark)
         return step, step.forward(forward, value, plan.room, rerun)
