@@ -126,11 +126,13 @@ class Unit:
             states = hash(pickle.dumps([draw.args for draw in draws]))
             before, self._latest = self._latest, [states, *map(_weakly, found[1])]
             if before is not None:
-                is_same = all(map(_is_still, before, [states, *found[1]]))
-                is_same &= len(before) == len(self._latest)
-                self._constant_steps = self._constant_steps + 1 if is_same else -1
-            if not 0 <= self._constant_steps < _CONSTANT_STEPS:
+                is_constant = len(before) == len(self._latest)
+                is_constant &= all(map(_is_still, before, [states, *found[1]]))
+                self._constant_steps = self._constant_steps + 1 if is_constant else -1
+            if self._constant_steps not in range(_CONSTANT_STEPS):
                 self._latest = None
+            if self._constant_steps == _CONSTANT_STEPS:
+                self._dependencies = None
         return _Surroundings(Record(found), draws)
 
 
