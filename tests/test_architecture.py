@@ -287,6 +287,7 @@ PRIVATE_IN_TESTS = {
     ],
     "test_dtr_repeating": ["dtr.recall"],
     "test_dtr_runtime": ["_core", "_pytorch.dispatch", "dtr.signatures"],
+    "test_dynamic_limits": ["engines.dynamic.step"],
     "test_dtr_sources": ["dtr.recall"],
     "test_dynamic_limits": ["_core"],
     "test_earlier_pytorch": ["_pytorch.core", "_pytorch.fsdp"],

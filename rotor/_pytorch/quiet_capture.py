@@ -29,11 +29,6 @@ class Branches:
         self._told: set[tuple[str, str]] = set()
         self._asked: set[tuple[str, str]] = set()
 
-    @property
-    def are_plain(self) -> bool:
-        """True if no function is told that it is compiled."""
-        return not self._told
-
     def answer(self, tx: Any) -> bool:
         """Return the answer to the code that dynamo's instruction translator is tracing."""
         asking = set()

@@ -27,7 +27,13 @@ from rotor.common.collector import CollectorPause
 from rotor.common.dependencies import Dependencies, Record
 from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
 from rotor.common.module_state import is_same
-from rotor.common.tensor_trees import map_tensors, output_tensors, replaced, tree_tensors, versions
+from rotor.common.tensor_trees import (
+    output_tensors,
+    replaced,
+    tree_tensors,
+    versions,
+    with_tensors,
+)
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial
 
 __all__ = ["STEP", "Rerun", "StepNotes", "Unit", "attach"]
@@ -202,7 +208,7 @@ class Rerun:
         self._parameters = unit.parameter_versions()
         self._buffers, self._before = unit.written_buffers()
         tensors = tree_tensors(value)
-        self._value = _copied(value) if is_whole else map_tensors(value, _let_go)
+        self._value = with_tensors(value, tensors if is_whole else _let_go(tensors))
         # The tensors of the states would count as memory of the step.
         self._states = [] if self._rng is None else [s.tobytes() for _, s in self._rng.read()]
         self._surroundings = unit.surroundings() if self._notes.preserves_rng else None
@@ -406,19 +412,14 @@ def _join(tensor: torch.Tensor | None, newer: torch.Tensor) -> None:
             _Joined.apply(tensor, newer)
 
 
-def _let_go(tensor: torch.Tensor) -> Any:
-    """Return a tensor of the caller's, or a weak reference to one that was computed."""
-    return tensor if tensor.grad_fn is None else TensorWeakRef(tensor)
+def _let_go(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return tensors of the caller's, and weak references to those that were computed."""
+    return [t if t.grad_fn is None else TensorWeakRef(t) for t in tensors]
 
 
 def _present(leaf: Any) -> Any:
     """Return a leaf of arguments; ``None`` for a tensor that is gone."""
     return leaf() if isinstance(leaf, TensorWeakRef) else leaf
-
-
-def _copied(value: Any) -> Any:
-    """Return nested arguments in containers of their own."""
-    return map_tensors(value, lambda tensor: tensor)
 
 
 class _Part:
@@ -445,8 +446,7 @@ class _Part:
         token: Any,
     ) -> None:
         self._rerun, self._forward, self._positions = rerun, forward, positions
-        self._leaves = [t if t.grad_fn is None else TensorWeakRef(t) for t in leaves]
-        self._token = token
+        self._leaves, self._token = _let_go(leaves), token
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     def backward(self, given: Sequence[torch.Tensor | None]) -> Iterable[torch.Tensor | None]:

@@ -342,7 +342,7 @@ def layer_drop(block: Block, x: torch.Tensor) -> torch.Tensor:
 class Looped(nn.Module):
     """Blocks in a loop."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
@@ -457,7 +457,7 @@ class Program:
         def make() -> nn.Module:
             FACTOR[0] = 1.0
             blocks: list[nn.Module] = [Block(name) for name in self.habits]
-            return nn.Sequential(*blocks) if self.is_sequential else Looped(blocks)
+            return nn.Sequential(*blocks) if self.is_sequential else Looped(*blocks)
 
         keeps = self.loop == "adds"
         inputs = _sizes if self.loop == "sizes" else rows

@@ -348,12 +348,12 @@ class Observer:
             ] or [f"an object that {stage.name} does not hold itself"]
         watch.restore()
         self._rng.write(states)
-        bare = self._bare(stage, x)
-        watch.restore()
-        self._rng.write(states)
+        if self._sees_writes:
+            found.asks = self._bare(stage, x) != _as_numbers(first[0])
+            watch.restore()
+            self._rng.write(states)
         _, second, y = self._run(stage, x, flags, i, None)
         found.repeats = _as_numbers(first[0]) == _as_numbers(second[0])
-        found.asks = self._sees_writes and bare != _as_numbers(first[0])
         if stage.on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
             # Kernels save workspaces with bytes that are never read: gradients decide.
             found.repeats &= self._same_gradients(stage, x, flags, watch, states)
