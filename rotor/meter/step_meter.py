@@ -30,7 +30,8 @@ class StepBytes:
         Peak of the whole step.
     loss_bytes
         Peak from the end of the forward to the arrival of the output's gradient, above the
-        level at its start: the loss, and the gradient.
+        level at its start: the loss, and the gradient. Old gradients that the caller released
+        in between, as Lightning does, leave no room in it: another step may keep them.
     output_held
         True if the output was still referenced when its gradient arrived.
     segments
@@ -245,6 +246,11 @@ def check_idle(device: torch.device) -> None:
         ) from error
 
 
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's storages."""
+    return sum(part.untyped_storage().nbytes() for part in core.strided_parts(tensor))
+
+
 class StepMeter:
     """Meter that starts before a forward and stops by itself at the end of the backward.
 
@@ -285,8 +291,11 @@ class StepMeter:
         self._in_backward = False
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._released_bytes = 0
         cancel_running()
-        self._meter = allocator.meter(device, existing=existing, timeline=True).start()
+        old = list(existing)
+        self._old = [(weakref.ref(tensor), _nbytes(tensor)) for tensor in old]
+        self._meter = allocator.meter(device, existing=old, timeline=True).start()
         _running.meter = weakref.ref(self)
 
     @property
@@ -309,6 +318,7 @@ class StepMeter:
         for tensor in watched:
             tensor.register_hook(self._gradient_arrived)
         self._outputs = [weakref.ref(tensor) for tensor in watched]
+        self._old = [(tensor, nbytes) for tensor, nbytes in self._old if tensor() is not None]
 
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
         if self._meter is not None and not self._meter.is_here:
@@ -317,6 +327,7 @@ class StepMeter:
         if self._meter is not None and not self._in_backward:
             self._in_backward = True
             self._output_held = all(output() is not None for output in self._outputs)
+            self._released_bytes = sum(nbytes for tensor, nbytes in self._old if tensor() is None)
             self._meter.mark("backward")
             self._meter.at_end_of_backward(self._finish, self.cancel)
 
@@ -330,7 +341,7 @@ class StepMeter:
         self._done(
             StepBytes(
                 meter.peak_bytes if reserving is None else reserving.grown_bytes(meter.device),
-                loss.peak_bytes - loss.start_bytes,
+                loss.peak_bytes - loss.start_bytes + self._released_bytes,
                 self._output_held,
                 tuple(meter.segments),
                 timeline=meter.timeline,
