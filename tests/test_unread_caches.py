@@ -193,3 +193,144 @@ def test_low_rank_parts_of_a_model_leave_the_cache_out():
     expected, found = step(plain, tokens()), step(limit, tokens())
     assert torch.equal(expected.loss, found.loss)
     assert isinstance(found.past_key_values, UnreadCache)
+
+
+def small(kind, **changes):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return kind(intermediate_size=32, **sizes, **changes)
+
+
+def image_encoder():
+    return small(transformers.ViTConfig, image_size=16, patch_size=8)
+
+
+def text_decoder(**changes):
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    return transformers.GPT2Config(
+        vocab_size=60, bos_token_id=0, eos_token_id=1, pad_token_id=0, **sizes, **changes
+    )
+
+
+def make_t5(**changes):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=60, decoder_start_token_id=0, **sizes, **changes)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def make_t5_asked_above():
+    model = make_t5()
+    # The decoder has a copy of the configuration, which decides.
+    model.config.use_cache = False
+    return model
+
+
+def make_t5_asked_by_decoder():
+    model = make_t5()
+    model.decoder.config.use_cache = False
+    return model
+
+
+def make_llava():
+    vision = small(transformers.CLIPVisionConfig, image_size=16, patch_size=8)
+    text = small(transformers.LlamaConfig, vocab_size=60, pad_token_id=0)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=59)
+    config.vision_feature_select_strategy = "default"
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def make_composite(kind, encoder, decoder):
+    config = getattr(transformers, f"{kind}Config").from_encoder_decoder_configs(encoder, decoder)
+    config.pad_token_id = config.decoder_start_token_id = 0
+    return getattr(transformers, f"{kind}Model")(config=config)
+
+
+def make_vision_decoder():
+    decoder = text_decoder(add_cross_attention=True, is_decoder=True)
+    return make_composite("VisionEncoderDecoder", image_encoder(), decoder)
+
+
+def make_text_decoder():
+    encoder, decoder = (small(transformers.BertConfig, vocab_size=60) for _ in range(2))
+    return make_composite("EncoderDecoder", encoder, decoder)
+
+
+def make_bart(kind="BartForConditionalGeneration"):
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(
+        vocab_size=60, encoder_ffn_dim=32, decoder_ffn_dim=32, **sizes, **heads
+    )
+    return getattr(transformers, kind)(config)
+
+
+def make_classifier():
+    return transformers.GPT2ForSequenceClassification(text_decoder())
+
+
+def make_checkpointed():
+    model = transformers.GPT2LMHeadModel(text_decoder())
+    model.transformer.gradient_checkpointing = True
+    return model
+
+
+def make_state_space():
+    config = transformers.MambaConfig(
+        vocab_size=60, hidden_size=16, state_size=4, num_hidden_layers=2
+    )
+    return transformers.MambaForCausalLM(config)
+
+
+def make_encoder():
+    return transformers.T5EncoderModel(make_t5().config)
+
+
+IDS = torch.arange(16).reshape(2, 8) + 5
+PIXELS = torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)
+IMAGES_AND_IDS = torch.cat([torch.full((2, 4), 59), IDS], 1)
+LABELLED = {"input_ids": IDS, "labels": IDS}
+BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
+
+
+@pytest.mark.parametrize(
+    "make, batch, leaves_out",
+    [
+        (make_t5, LABELLED, True),
+        (make_t5_asked_above, LABELLED, True),
+        (make_t5_asked_by_decoder, LABELLED, False),
+        (make_encoder, {"input_ids": IDS}, False),
+        (make_llava, {"pixel_values": PIXELS, "input_ids": IMAGES_AND_IDS}, True),
+        (make_vision_decoder, {"pixel_values": PIXELS, "labels": IDS}, True),
+        (make_text_decoder, BOTH, True),
+        (make_bart, BOTH, True),
+        # The forward itself makes none where it has labels.
+        (make_bart, LABELLED, False),
+        (make_classifier, {"input_ids": IDS, "labels": torch.tensor([0, 1])}, True),
+        (make_checkpointed, LABELLED, False),
+        (make_state_space, LABELLED, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:gradient checkpointing is on:rotor.MemoryLimitWarning")
+def test_the_cache_is_left_out_wherever_a_nested_configuration_asks_for_it(make, batch, leaves_out):
+    def train(model):
+        torch.manual_seed(2)
+        output = model(**batch)
+        next(value for value in output.values() if torch.is_tensor(value)).mean().backward()
+        return output
+
+    torch.manual_seed(0)
+    plain = make().train()
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="1 GB", engine="dynamic")
+    expected, found = train(plain), train(model)
+    assert list(found.keys()) == list(expected.keys())
+    for name in expected:
+        if torch.is_tensor(expected[name]):
+            assert torch.equal(found[name], expected[name])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+    cache = getattr(found, "cache", None)
+    assert (type(cache) is UnreadCache) is leaves_out
+    assert (cache is None) == (getattr(expected, "cache", None) is None)
+    if leaves_out:
+        with pytest.warns(rotor.MemoryLimitWarning, match="was read"):
+            assert cache.get_seq_length() == expected.cache.get_seq_length()

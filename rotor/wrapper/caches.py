@@ -8,11 +8,12 @@ its output has an `UnreadCache` in their place, which computes them when it is r
 from __future__ import annotations
 
 import dataclasses
+import dis
 import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -30,16 +31,21 @@ __all__ = ["CacheRule", "UnreadCache", "cache_field"]
 _ARGUMENT = "use_cache"
 _FIELDS = ("cache", "past_key_values")
 """Names of the cache among the arguments and results, in Transformers from 5.24 on and before."""
+_LABELS = ("labels", "start_positions", "future_values")
+"""Arguments with which some forwards of Transformers leave the cache out by themselves."""
 
 
 def cache_field(output: Any) -> str | None:
     """Return the name of the cache in the output of a model of Transformers; ``None`` without."""
-    if not dataclasses.is_dataclass(output):
+    return _cache_field_of(type(output))
+
+
+def _cache_field_of(kind: Any) -> str | None:
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return None
-    kind: Any = type(output)
     if not any(base.__name__ == "ModelOutput" for base in kind.__mro__):
         return None
-    names = {field.name for field in dataclasses.fields(output)}
+    names = {field.name for field in dataclasses.fields(kind)}
     return next((name for name in _FIELDS if name in names), None)
 
 
@@ -121,7 +127,7 @@ class CacheRule:
     def __init__(self, context: Context, *, is_read: bool = False) -> None:
         self.is_read = is_read
         self._context = context
-        self._names = _argument_names(context.module)
+        self._habits = _Habits(context.module)
 
     def applied(self, call: Call) -> Call:
         """Return the call without a cache in its output; the same one where that is kept."""
@@ -130,18 +136,19 @@ class CacheRule:
         return dataclasses.replace(call, kwargs={**call.kwargs, _ARGUMENT: False})
 
     def _leaves_out(self, call: Call) -> bool:
-        config = getattr(self._context.module, "config", None)
-        if not self._names or getattr(config, _ARGUMENT, False) is not True:
+        module, names, habits = self._context.module, self._habits.names, self._habits
+        if not any(map(_makes_cache, habits.makers)):
             return False
         loss_fn = self._context.settings.loss_fn if call.targets else None
         if loss_fn is not None and not getattr(loss_fn, "returns_output", False):
             # The cache is no output then, and the loss may read it.
             return False
-        given = {**dict(zip(self._names, call.args, strict=False)), **call.kwargs}
-        if any(given.get(name) is not None for name in (_ARGUMENT, *_FIELDS)):
+        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        if any(given.get(name) is not None for name in (_ARGUMENT, *_FIELDS, *habits.labels)):
             return False
-        as_tuple = given.get("return_dict") is False or not getattr(config, "return_dict", True)
-        return not as_tuple and _ARGUMENT not in self._names[: len(call.args)]
+        is_output = getattr(getattr(module, "config", None), "return_dict", True)
+        as_tuple = given.get("return_dict") is False or not is_output
+        return not as_tuple and _ARGUMENT not in names[: len(call.args)]
 
     def begin(self, call: Call) -> _Forward:
         """Return a record of the state in which a call's forward begins."""
@@ -226,25 +233,92 @@ def _of_limit(context: Context) -> str:
     return "" if limit is None else f" of its limit of {exact_bytes(limit)}"
 
 
-def _argument_names(module: nn.Module) -> list[str]:
-    """Return the names of a forward's arguments; none unless it returns a cache by default.
+class _Habits:
+    """Rules of a model's code on the cache in the output of its training steps.
 
-    These are models of Transformers that generate, as they are or within PEFT.
+    Attributes
+    ----------
+    names
+        Names of the forward's arguments; none unless it can leave out a cache that it returns.
+    makers
+        Parts whose configurations may ask for a cache where a call does not: the innermost ones
+        that take the argument. That of a model of several models has no say, nor has one that
+        its decoder has a copy of.
+    labels
+        Names of arguments with which the forward leaves the cache out by itself.
     """
-    base: Any = module
-    if hasattr(base, "get_base_model"):
-        if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", True):
-            return []
-        base = base.get_base_model()
-    code = inspect.unwrap(type(base).forward)
-    config = getattr(base, "config", None)
-    is_decoder = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True)
-    if not (
-        (code.__module__ or "").startswith("transformers.models.")
-        and is_decoder
-        and callable(getattr(base, "can_generate", None))
-        and base.can_generate()
-        and _ARGUMENT in inspect.signature(code).parameters
-    ):
-        return []
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: list[str] = []
+        self.makers: list[nn.Module] = []
+        self.labels: tuple[str, ...] = ()
+        base: Any = module
+        if hasattr(base, "get_base_model"):
+            if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", True):
+                return
+            base = base.get_base_model()
+        code = inspect.unwrap(type(base).forward)
+        signature = inspect.signature(code)
+        if not (
+            (code.__module__ or "").startswith("transformers.")
+            and _returns_cache(code, signature.return_annotation)
+            and _takes(signature, with_others=True)
+        ):
+            return
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.makers = _makers(base)
+        if any(each.opname.startswith("STORE") for each in _uses(code, _ARGUMENT)):
+            self.labels = _LABELS
+
+
+def _returns_cache(code: Any, annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        kinds = [code.__globals__.get(name.strip()) for name in annotation.split("|")]
+    else:
+        kinds = [annotation, *get_args(annotation)]
+    return any(_cache_field_of(kind) is not None for kind in kinds)
+
+
+def _takes(signature: inspect.Signature, *, with_others: bool = False) -> bool:
+    """Return whether a forward takes the argument, by name or among others."""
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    is_any = with_others and inspect.Parameter.VAR_KEYWORD in kinds
+    return is_any or _ARGUMENT in signature.parameters
+
+
+def _makers(base: nn.Module) -> list[nn.Module]:
+    takers = {
+        module
+        for module in base.modules()
+        if hasattr(module, "config")
+        and _takes(inspect.signature(inspect.unwrap(type(module).forward)))
+    }
+    inner = [module for module in takers if takers.isdisjoint({*module.modules()} - {module})]
+    return [module for module in inner if _decodes(module.config) and not _asks_mode(module)]
+
+
+def _makes_cache(module: nn.Module) -> bool:
+    asks = getattr(module.config, _ARGUMENT, False) is True
+    return asks and not getattr(module, "gradient_checkpointing", False)
+
+
+def _decodes(config: Any) -> bool:
+    return getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", True)
+
+
+def _asks_mode(module: nn.Module) -> bool:
+    """Return whether a forward makes no cache in training, checkpointed or not."""
+    code = inspect.unwrap(type(module).forward)
+    training, cache, checkpointing = (
+        _lines(code, name) for name in ("training", _ARGUMENT, "gradient_checkpointing")
+    )
+    return bool((training & cache) - checkpointing)
+
+
+def _uses(function: Any, name: str) -> list[dis.Instruction]:
+    return [each for each in dis.get_instructions(function) if each.argval == name]
+
+
+def _lines(function: Any, name: str) -> set[int | None]:
+    """Return the numbers of the lines of a function that use a name."""
+    return {each.positions.lineno for each in _uses(function, name) if each.positions}

@@ -111,7 +111,7 @@ def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
         "cache",
         f"the model returns a cache in training: {exact_bytes(size)} of the limit of "
         f"{exact_bytes(limit_bytes)} are kept for it to the end of the step. If nothing reads "
-        "them, call the model with use_cache=False, or set model.config.use_cache = False",
+        "them, call the model with use_cache=False",
     )
 
 
