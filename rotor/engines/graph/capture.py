@@ -31,6 +31,7 @@ from rotor._pytorch import (
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
 from rotor._pytorch.lean_tracing import graph_module
+from rotor._pytorch.looped import with_whole_loops
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import release, reported
 from rotor.common.generators import SPLIT_BACKWARD
@@ -236,13 +237,14 @@ class Capture:
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
         # which keeps the function.
         partition, forward = _weakly(self._partition), _weakly(self._forward)
-        self._compiler = core.aot_backend(
+        compiler = core.aot_backend(
             partition=partition,
             forward=lambda module, inputs: Capture._boxed(forward, module.meta[_GRAPH]),
             backward=lambda module, inputs: Capture._boxed(Capture._backward, module.meta[_GRAPH]),
             inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,
         )
+        self._compiler = with_whole_loops(compiler)
         self._modes: list[Any] = []
         self.folding: Folding | None = None
         self._unfolded = ""
