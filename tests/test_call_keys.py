@@ -132,21 +132,28 @@ def test_an_object_that_changes_is_followed() -> None:
     assert seen("graph") == seen(None)
 
 
+def text(length: int) -> str:
+    return "x" * length
+
+
+def text_length(batch: Any) -> float:
+    return float(len(batch["value"]))
+
+
 def test_the_third_value_of_what_is_read_is_warned_of_once() -> None:
+    values = [text(k) for k in range(1, 6)]
     with pytest.warns(rotor.MemoryLimitWarning, match=r"batch\[1\] had three values") as caught:
-        limited = losses(lambda: Net(lambda b: b["value"]), [1.0, 2.0, 3.0, 4.0, 5.0], "graph")
+        limited = losses(lambda: Net(text_length), values, "graph")
     assert len(caught) == 1
-    assert (
-        limited[0] == losses(lambda: Net(lambda b: b["value"]), [1.0, 2.0, 3.0, 4.0, 5.0], None)[0]
-    )
+    assert limited[0] == losses(lambda: Net(text_length), values, None)[0]
 
 
 def test_kinds_that_were_unused_for_longest_are_dropped() -> None:
-    values = [float(k) for k in [*range(10), 0, 9, 1]]
+    values = [text(k) for k in [*range(10), 0, 9, 1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
-        limited, plans = losses(lambda: Net(lambda b: b["value"]), values, "graph")
-    assert limited == losses(lambda: Net(lambda b: b["value"]), values, None)[0]
+        limited, plans = losses(lambda: Net(text_length), values, "graph")
+    assert limited == losses(lambda: Net(text_length), values, None)[0]
     assert plans == 8
 
 

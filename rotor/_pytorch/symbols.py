@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,62 @@ def marked(dimensions: Iterable[Dimension]) -> Iterator[None]:
             for name in _MARKS:
                 if hasattr(tensor, name):
                     delattr(tensor, name)
+
+
+@functools.cache
+def takes_numbers() -> bool:
+    """Return whether this PyTorch has what `numbers_as_inputs` changes."""
+    from torch._dynamo import pgo
+    from torch._dynamo.variables import builder
+    from torch._functorch._aot_autograd import graph_compile
+
+    return (
+        hasattr(pgo, "auto_dynamic")
+        and hasattr(builder, "process_automatic_dynamic")
+        and hasattr(builder.VariableBuilder, "wrap_symint")
+        and hasattr(graph_compile, "_apply_tensorify_python_scalars")
+    )
+
+
+@contextmanager
+def numbers_as_inputs(sources: Collection[str]) -> Iterator[None]:
+    """Have captures in the context take numbers as inputs, where the code permits.
+
+    Parameters
+    ----------
+    sources
+        Dynamo's expressions of the numbers.
+    """
+    if not sources:
+        yield
+        return
+    from torch._dynamo.pgo import auto_dynamic
+    from torch._dynamo.variables import builder as found_builder
+    from torch._functorch._aot_autograd import graph_compile
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    builder: Any = found_builder
+    process, wrap = builder.process_automatic_dynamic, builder.VariableBuilder.wrap_symint
+    tensorify = graph_compile._apply_tensorify_python_scalars
+
+    def marked_too(tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        found = process(tx, name, *args, **kwargs)
+        return replace(found, scalar=auto_dynamic) if name in sources else found
+
+    def wrapped_too(self: Any, value: int, dynamism: Any = None, context: Any = None) -> Any:
+        is_input = dynamism is None and self.name in sources
+        return wrap(self, value, DimDynamic.DYNAMIC if is_input else dynamism, context)
+
+    try:
+        builder.process_automatic_dynamic = marked_too
+        builder.VariableBuilder.wrap_symint = wrapped_too
+        # Tensors in the place of Python's numbers would give other bits.
+        graph_compile._apply_tensorify_python_scalars = lambda module: None
+        yield
+    finally:
+        builder.process_automatic_dynamic = process
+        builder.VariableBuilder.wrap_symint = wrap
+        graph_compile._apply_tensorify_python_scalars = tensorify
 
 
 def forget_propagated(tensors: Iterable[torch.Tensor]) -> None:

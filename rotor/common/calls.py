@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,21 +114,51 @@ class Reads:
         Numbers of the leaves; ``None`` before a capture: until then all count.
     captured
         Values of these leaves in captured calls, three at most.
+    inputs
+        Leaves that are inputs of captured code from their second value on.
     """
 
     def __init__(self) -> None:
         self.leaves: frozenset[int] | None = None
         self.captured: list[PlainValues] = []
+        self.inputs: frozenset[int] = frozenset()
+        self._constants: frozenset[int] = frozenset()
+        self._repeats = 0
+
+    def see(self, values: PlainValues, leaves: Sequence[Any]) -> None:
+        """Make inputs of numbers whose values differ from those of captured calls."""
+        if self.captured and self.leaves is not None:
+            changed = [
+                k
+                for k in self.leaves - self.inputs - self._constants
+                if is_changing_number(leaves[k])
+                and any(other.values[k] != values.values[k] for other in self.captured)
+            ]
+            self.inputs |= frozenset(changed)
+        values.inputs = self.inputs
+
+    def keep_constant(self, values: PlainValues) -> None:
+        """Have numbers that cannot be inputs told apart by their values, from this call on."""
+        self._constants |= values.inputs
+        self.inputs -= values.inputs
+        values.inputs = frozenset()
 
     def note(self, leaves: frozenset[int], values: PlainValues) -> list[int]:
         """Note a capture; return the leaves of which it has met the third value."""
         self.leaves = leaves if self.leaves is None else self.leaves | leaves
-        if len(self.captured) == _MANY or values in self.captured:
+        if values in self.captured:
+            self._repeats += 1
+            if self._repeats == _MANY:
+                # The code asks for their values.
+                self._constants |= self.inputs
+                self.inputs = frozenset()
+            return []
+        if len(self.captured) == _MANY:
             return []
         self.captured.append(values)
         if len(self.captured) < _MANY:
             return []
-        read = sorted(self.leaves)
+        read = sorted(self.leaves - self.inputs)
         return [k for k in read if len({other.values[k] for other in self.captured}) == _MANY]
 
 
@@ -143,12 +174,18 @@ class PlainValues:
         Signatures by the number of the leaf.
     reads
         Leaves that are read.
+
+    Attributes
+    ----------
+    inputs
+        Leaves whose values do not matter, for captured code takes them as inputs.
     """
 
-    __slots__ = ("reads", "values")
+    __slots__ = ("inputs", "reads", "values")
 
     def __init__(self, values: dict[int, Any], reads: Reads) -> None:
         self.values, self.reads = values, reads
+        self.inputs: frozenset[int] = frozenset()
 
     def __hash__(self) -> int:
         return hash(tuple(self.values))
@@ -157,12 +194,23 @@ class PlainValues:
         if not isinstance(other, PlainValues) or self.values.keys() != other.values.keys():
             return False
         read = self.values if self.reads.leaves is None else self.reads.leaves
-        return all(self.values[k] == other.values[k] for k in read)
+        return self.inputs == other.inputs and all(
+            self.values[k] == other.values[k] for k in read if k not in self.inputs
+        )
 
 
 def is_plain_value(leaf: Any) -> bool:
     """Return whether a leaf is a number or a text, of which there may be many."""
     return isinstance(leaf, _VALUES) and not isinstance(leaf, _FEW)
+
+
+def is_changing_number(leaf: Any) -> bool:
+    """Return whether a leaf is a number that captured code may take as an input.
+
+    PyTorch makes constants of zero, one, and what is not finite.
+    """
+    is_number = type(leaf) is int or isinstance(leaf, float)
+    return is_number and math.isfinite(leaf) and leaf not in (0, 1)
 
 
 def leaf_expressions(arguments: Any) -> list[str | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from rotor.engines.graph.false_edges import DEVICES, without_memory
 from rotor.engines.graph.folding import Changed, Folding
 from rotor.engines.graph.inductor import draw_once
 from rotor.engines.graph.lowering import Lowered, lower
+from rotor.engines.graph.numbers import write_numbers
 from rotor.engines.graph.rewrite import as_in_eager
 from rotor.engines.graph.symbols import origin_values
 from rotor.errors import CaptureError
@@ -200,6 +201,8 @@ class Capture:
         True to trace one of alike modules, and to copy its operations for the others.
     branches
         Answers to code that asks whether it is compiled; "no" if left out.
+    numbers
+        Dynamo's expressions of numbers among the arguments that are to be inputs.
 
     Attributes
     ----------
@@ -224,8 +227,10 @@ class Capture:
         *,
         folds: bool = True,
         branches: quiet_capture.Branches | None = None,
+        numbers: Collection[str] = (),
     ) -> None:
         self.backend = backend
+        self._numbers = frozenset(numbers)
         self._branches = branches or quiet_capture.Branches()
         self._draws = Draws()
         self.graphs: list[Captured] = []
@@ -250,6 +255,8 @@ class Capture:
         self._unfolded = ""
         if folds and backend != "fx":
             self._unfolded = "the graph is for Inductor"
+        elif numbers:
+            self._unfolded = "numbers among the arguments are inputs"
         elif folds and not regions.is_available():
             self._unfolded = "this PyTorch keeps no guards of a part of a graph"
         elif folds:
@@ -321,7 +328,8 @@ class Capture:
             self._draws.take_back()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        with core.one_graph(), dispatch.hidden_from_hooks(_is_token):
+        numbers = symbols.numbers_as_inputs(self._numbers)
+        with core.one_graph(), dispatch.hidden_from_hooks(_is_token), numbers:
             if self.graphs:
                 with quiet_capture.capturing_again(self._branches, self._draws):
                     try:
@@ -498,7 +506,9 @@ class Capture:
         if self.folding is not None:
             self.folding.expand(module)
         tokens = drop_tokens(module)
+        variables = write_numbers(module) if self._numbers else {}
         lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
+        lowered.variables = variables
         names = region_guards.guarded_names()
         lowered.reads_gradients = region_guards.reads_gradients(names)
         if self.backend == "inductor":

@@ -34,6 +34,7 @@ from rotor.engines.graph.autocast import in_either_mode, within_autocast
 from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.moves import Moves
+from rotor.engines.graph.numbers import Written
 from rotor.engines.graph.offloading import Layout, Places
 from rotor.engines.graph.pooling import Pooling
 from rotor.engines.graph.proving import Prover
@@ -172,6 +173,11 @@ class _Writer:
             return self.reference(value)
         if value is None or type(value) in (bool, int, str):
             return repr(value)
+        if isinstance(value, Written):
+            if isinstance(value.target, str):
+                return value.target
+            given = ", ".join(map(self.argument, value.operands))
+            return f"{self.constant(value.target)}({given})"
         if isinstance(value, list | tuple):
             inner = ", ".join([self.argument(item) for item in value])
             return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if inner else ''})"
@@ -530,7 +536,7 @@ def emit(
     states = [replays[i] for i in sorted(replays) if i in ran and remaining[i] > 0]
     unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
     saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
-    names = [*stored.values(), *states, *unsaved, *lowered.symbols]
+    names = [*stored.values(), *states, *unsaved, *lowered.symbols, *lowered.variables]
     changed = ", ".join(unsaved)
     if prover is not None:
         names.append("proof")
@@ -543,6 +549,7 @@ def emit(
         _unpack([f"p{i}" for i in range(len(lowered.primals))], "args"),
         "    args.clear()",
         *(f"    {name} = {_origin(*place)}" for name, place in lowered.symbols.items()),
+        *(f"    {name} = {code}" for name, code in lowered.variables.items()),
         *([f"    proof = begin_proof({changed})"] if prover is not None else []),
         *(["    tier = begin_step()"] if layout is not None else []),
         *head.body(),

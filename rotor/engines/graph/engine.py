@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from rotor._pytorch import core
+from rotor._pytorch import core, symbols
 from rotor._pytorch.quiet_capture import Branches
 from rotor.algorithms.curve import Curve
-from rotor.common.calls import (
-    PlainValues,
-    flattened_call,
-    is_plain_value,
-    leaf_expressions,
-    leaf_signature,
-    mode_signature,
-)
+from rotor.common.calls import PlainValues, leaf_expressions
 from rotor.common.frames import release
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
@@ -38,10 +31,10 @@ from rotor.engines.graph.branches import gives_plain_outputs
 from rotor.engines.graph.calls import check_arguments, run_once
 from rotor.engines.graph.capture import Capture, Captured, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.counting import check_counts
 from rotor.engines.graph.early import owners_of
 from rotor.engines.graph.families import leaf_names
 from rotor.engines.graph.improving import Improver
+from rotor.engines.graph.keys import captured_key
 from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.making import make_graph_plan
@@ -63,7 +56,7 @@ from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.tier.offload import check_device
 from rotor.units import format_bytes
 
-__all__ = ["GraphEngine", "captured_key", "check_generator", "warn_unrepeatable"]
+__all__ = ["GraphEngine", "check_generator", "warn_unrepeatable"]
 
 logger = logging.getLogger("rotor")
 
@@ -83,41 +76,6 @@ def check_generator(context: Context) -> None:
             "a graph is always recomputed with the random numbers of the first forward: leave "
             "preserve_rng_state at True"
         )
-
-
-def captured_key(context: Context, call: Call) -> Key:
-    """Return the kind of a captured step: its arguments, modes, and flags."""
-    leaves, structure = flattened_call(call.args, call.kwargs, call.targets)
-    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-    device = context.device_of(call) if first is None else first.device
-    kind = device.type
-    if kind == "meta":
-        raise ValueError(
-            "the arguments are meta tensors, which nothing can be trained on: "
-            "rotor.graph.build(model, ..., profile=Machine(...)) and rotor.graph.plan plan "
-            "without values"
-        )
-    check_counts(context.settings.counts, device)
-    required, absent = context.structure.parameter_flags()
-    described, values = [], {}
-    for number, leaf in enumerate(leaves):
-        if is_plain_value(leaf):
-            values[number] = leaf_signature(leaf)
-            described.append(type(leaf))
-        else:
-            described.append(leaf_signature(leaf))
-    plain: Any = tuple(values.items())
-    if values and context.peers.ranks is None:
-        plain = PlainValues(values, context.reads[structure])
-    measured = (
-        structure,
-        tuple(described),
-        plain,
-        mode_signature(kind),
-        context.structure.training_flags(),
-        required,
-    )
-    return Key(measured, absent)
 
 
 class GraphEngine(MeteredEngine):
@@ -163,7 +121,8 @@ class GraphEngine(MeteredEngine):
 
     def key(self, call: Call) -> Key:
         """Return the kind of a step."""
-        return captured_key(self.context, call)
+        takes_numbers = self.backend == "fx" and symbols.takes_numbers()
+        return captured_key(self.context, call, takes_numbers=takes_numbers)
 
     def refined(self, key: Key) -> Key:
         """Return the key of a plan: after several, one plan makes every gradient new."""
@@ -202,7 +161,8 @@ class GraphEngine(MeteredEngine):
         arguments = (args, kwargs, call.targets)
         if self.settings.offload is not None:
             check_device(self.settings.offload.tier, self.context.device_of(call))
-        reason = self._one_shape_reason()
+        inputs = self._inputs(key)
+        reason = "a number among the arguments changes" if inputs else self._one_shape_reason()
         if self.follows_shapes and reason:
             self.sizing.alone(key, arguments, reason)
         elif self.follows_shapes:
@@ -215,8 +175,14 @@ class GraphEngine(MeteredEngine):
                 return step
         with progress(1, "capturing the model"):
             try:
-                capture, found = self._captured(loss_fn, call)
+                expressions = leaf_expressions(arguments) if inputs else []
+                numbers = [name for k in inputs if (name := expressions[k])]
+                capture, found = self._captured(loss_fn, call, numbers)
             except CaptureError as error:
+                if inputs:
+                    key.measured[2].reads.keep_constant(key.measured[2])
+                    release(error)
+                    return self.measure(key, call)
                 self.sizing.refuse(key, error)
                 self._note_reads(key, None, call)
                 release(error)
@@ -231,24 +197,34 @@ class GraphEngine(MeteredEngine):
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
 
-    def _new_capture(self) -> Capture:
-        return Capture(fresh(_call), self.backend, branches=self._branches)
+    @staticmethod
+    def _inputs(key: Key) -> frozenset[int]:
+        """Return the leaves of a call that are numbers, and inputs of its code."""
+        values = key.measured[2]
+        return values.inputs if isinstance(values, PlainValues) else frozenset()
 
-    def _captured(self, loss_fn: Any, call: Call) -> tuple[Capture, Unplanned]:
+    def _new_capture(self, numbers: Collection[str] = ()) -> Capture:
+        return Capture(fresh(_call), self.backend, branches=self._branches, numbers=numbers)
+
+    def _captured(
+        self, loss_fn: Any, call: Call, numbers: Collection[str]
+    ) -> tuple[Capture, Unplanned]:
         try:
-            return self._captured_once(loss_fn, call)
+            return self._captured_once(loss_fn, call, numbers)
         except CaptureError as error:
             # Modules that prepare themselves in their first forward can be captured after it.
             if not run_once(self.context.module, *call.arguments):
                 raise error from None
-            return self._captured_once(loss_fn, call)
+            return self._captured_once(loss_fn, call, numbers)
 
-    def _captured_once(self, loss_fn: Any, call: Call) -> tuple[Capture, Unplanned]:
+    def _captured_once(
+        self, loss_fn: Any, call: Call, numbers: Collection[str]
+    ) -> tuple[Capture, Unplanned]:
         """Capture a call; in branches for compiled code where no others can be captured."""
         given = (self.context.module, loss_fn, *call.arguments, call.targets)
         refused: CaptureError | None = None
         while True:
-            capture = self._new_capture()
+            capture = self._new_capture(numbers)
             try:
                 found = capture.reach(*given)
                 break

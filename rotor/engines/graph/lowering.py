@@ -135,6 +135,8 @@ class Lowered:
     symbols
         Origins of sizes that are symbols, by name: the number of a primal, and of its dimension;
         ``None`` for a primal that is the size itself.
+    variables
+        Code of the variables of numbers that calls give (`numbers.write_numbers`).
     reads_gradients
         True if the captured code reads gradients that exist when a step begins.
     """
@@ -154,6 +156,7 @@ class Lowered:
     unrepeatable: list[Task] = field(default_factory=list)
     draws_once: bool = False
     symbols: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     reads_gradients: bool = False
 
     def input_bytes(self, node: fx.Node) -> int:
@@ -347,7 +350,12 @@ class _Lowering:
 
     def _symbols(self) -> dict[str, tuple[int, int | None]]:
         found: dict[str, tuple[int, int | None]] = {}
-        parts = [part for node in self.nodes for part in _symbols_within(node.meta.get("val"))]
+        parts = [
+            part
+            for node in self.nodes
+            for part in _symbols_within(node.meta.get("val"))
+            if node.op != "placeholder" or part is not node.meta["val"]
+        ]
         if not parts:
             return found
         for index, node in enumerate(self.primals):

@@ -21,7 +21,8 @@ from rotor.engines.contract import (
     Key,
     StartMeter,
 )
-from rotor.engines.graph.engine import captured_key, warn_unrepeatable
+from rotor.engines.graph.engine import warn_unrepeatable
+from rotor.engines.graph.keys import captured_key
 from rotor.engines.graph.proving import PartsTally
 from rotor.engines.graph.recorded import price
 from rotor.engines.learning import MeteredEngine

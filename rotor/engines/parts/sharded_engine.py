@@ -17,7 +17,8 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter
 from rotor.engines.graph.calls import check_arguments
-from rotor.engines.graph.engine import captured_key, check_generator, warn_unrepeatable
+from rotor.engines.graph.engine import check_generator, warn_unrepeatable
+from rotor.engines.graph.keys import captured_key
 from rotor.engines.graph.recorded import MEASURED, price, source_of
 from rotor.engines.learning import MeteredEngine, confirmed
 from rotor.engines.parts.block_calls import candidates
