@@ -336,7 +336,7 @@ class Dataflow:
         progress: Callable[[int, int], object] | None,
         link: _Link | None = None,
         /,
-    ) -> list[bytearray]: ...
+    ) -> tuple[list[bytearray], int]: ...
 
 # -- programs that run under a budget (csrc/python/bind_dtr.c)
 

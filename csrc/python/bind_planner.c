@@ -365,8 +365,9 @@ out:
 
 PyDoc_STRVAR(curve_doc,
              "curve(points, random_runs, moves, seed, time_limit_ns, progress, link=None, /)\n--\n\n"
-             "Return the programs found for budgets in equal steps, ascending, as int32 each; with a "
-             "link, programs with a second tier after those.");
+             "Return (programs, bytes): those found for budgets in equal steps, ascending, as int32 "
+             "each, with a link programs with a second tier after those; and the least budget that "
+             "plan() accepts, 0 for one point.");
 
 static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -398,6 +399,8 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     unsigned long long seed;
     long long time_limit;
     int64_t count = 0;
+    int64_t least = 0;
+    rotor_program_t lowest;
 
     if (!PyArg_ParseTuple(args, "LLLKLO|O:curve", &points, &random_runs, &moves, &seed,
                           &time_limit, &progress, &given)) {
@@ -414,6 +417,7 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     options.seed = seed;
     options.time_limit_ns = time_limit;
     options.start = NULL;
+    rotor_program_init(&lowest);
     programs = rotor_calloc((size_t)points, 2 * sizeof(*programs));
     costs = rotor_calloc((size_t)points, 2 * sizeof(*costs));
     if (programs == NULL || costs == NULL) {
@@ -421,16 +425,20 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
         goto out;
     }
     py_watch_begin(&watch, progress);
-    int ret = given == Py_None ? rotor_planner_curve(&self->graph, points, &options,
-                                                     &watch.callback, programs, costs, &count)
-                               : rotor_joint_curve(&self->graph, &link, points, &options,
-                                                   &watch.callback, programs, costs, &count);
+    int ret = given == Py_None
+                  ? rotor_planner_curve(&self->graph, points, &options, &watch.callback, programs,
+                                        costs, &count, &lowest, &least)
+                  : rotor_joint_curve(&self->graph, &link, points, &options, &watch.callback,
+                                      programs, costs, &count, &least);
     py_watch_end(&watch);
-    answer = ret == ROTOR_OK ? program_list(programs, count) : py_raise_status(module, ret);
+    answer = ret == ROTOR_OK
+                 ? Py_BuildValue("NL", program_list(programs, count), (long long)least)
+                 : py_raise_status(module, ret);
 out:
     for (int64_t k = 0; programs != NULL && k < 2 * points; k++) {
         rotor_program_free(&programs[k]);
     }
+    rotor_program_free(&lowest);
     rotor_free(programs);
     rotor_free(costs);
     return answer;

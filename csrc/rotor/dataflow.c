@@ -442,3 +442,11 @@ out:
     bound_free(&b);
     return ret;
 }
+
+void rotor_dataflow_time_by_bytes(rotor_dataflow_t *self, int64_t bytes_per_ns) {
+    self->total_cost_ns = 0;
+    for (int32_t k = 0; k < self->operation_count; k++) {
+        self->cost_ns[k] = 1 + (bytes_per_ns == 0 ? 0 : self->output_bytes[k] / bytes_per_ns);
+        self->total_cost_ns += self->cost_ns[k];
+    }
+}

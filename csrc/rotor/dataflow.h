@@ -81,6 +81,9 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
  */
 int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes);
 
+/* Sets all times to 1 ns and those of the bytes made, none where `bytes_per_ns` is 0. */
+void rotor_dataflow_time_by_bytes(rotor_dataflow_t *self, int64_t bytes_per_ns);
+
 static inline bool rotor_dataflow_once(const rotor_dataflow_t *self, int32_t operation) {
     return (self->flags[operation] & ROTOR_ONCE) != 0;
 }

@@ -25,8 +25,9 @@ typedef struct {
 } rotor_planner_options_t;
 
 /*
- * The best program found within a budget. ROTOR_ERR_INFEASIBLE when none was found: *minimum is then
- * the least peak that was reached, and `program` is left alone. ROTOR_ERR_BAD_BUDGET for a budget
+ * The best program found within a budget. ROTOR_ERR_INFEASIBLE when none is, which follows from bytes
+ * alone: `program` is then the one of the least peak, and *minimum that peak: no smaller budget is
+ * accepted, and every larger one is. ROTOR_ERR_BAD_BUDGET for a budget
  * that is not positive; ROTOR_ERR_INTERRUPTED when the callback stops the work.
  */
 int rotor_planner_plan(const rotor_dataflow_t *graph, int64_t budget,
@@ -34,13 +35,14 @@ int rotor_planner_plan(const rotor_dataflow_t *graph, int64_t budget,
                        rotor_program_t *program, rotor_cost_t *price, int64_t *minimum);
 
 /*
- * Programs for `points` budgets, equal steps from the least peak that is reached to the peak without
- * recomputation: downwards, each begun from its neighbour, then upwards. `programs` and `costs` have
+ * Programs for `points` budgets, equal steps from *least, the least budget that is accepted and that
+ * `lowest` keeps, to the peak without recomputation: downwards, each begun from its neighbour, then upwards. `programs` and `costs` have
  * `points` elements, the programs initialised; *count of them are set, by ascending budget. A time
- * limit may leave out low budgets. points is at least 1.
+ * limit may leave out low budgets. points is at least 1; one leaves *least at 0 and `lowest` alone.
  */
 int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
                         const rotor_planner_options_t *options, const rotor_callback_t *callback,
-                        rotor_program_t *programs, rotor_cost_t *costs, int64_t *count);
+                        rotor_program_t *programs, rotor_cost_t *costs, int64_t *count,
+                        rotor_program_t *lowest, int64_t *least);
 
 #endif

@@ -44,19 +44,18 @@ static int find_ends(curve_t *c) {
         return ret;
     }
     c->top = planner->pool[0].cost.peak_bytes;
-    if (c->points > 1) {
-        ret = rotor_planner_descend(planner, false);
+    if (c->points == 1) {
+        return ROTOR_OK;
     }
-    c->bottom = planner->least.cost.peak_bytes;
-    if (ret == ROTOR_OK && c->points > 1) {
+    rotor_planner_aim(planner, 1);
+    if ((ret = rotor_planner_settle(planner)) == ROTOR_OK) {
+        c->bottom = planner->settled.cost.peak_bytes;
         rotor_planner_aim(planner, c->bottom);
-        ret = rotor_program_assign(&planner->walked, planner->least.program.ops,
-                                   planner->least.program.length);
-        if (ret == ROTOR_OK && (ret = rotor_planner_offer(planner, &planner->walked)) == ROTOR_OK) {
-            ret = take_best(c, 0);
-        }
+        ret = rotor_program_assign(&planner->walked, planner->settled.program.ops,
+                                   planner->settled.program.length);
+        ret = ret == ROTOR_OK ? rotor_planner_offer(planner, &planner->walked) : ret;
     }
-    return ret;
+    return ret == ROTOR_OK ? take_best(c, 0) : ret;
 }
 
 /* Point k, begun from the program at point `from` and, downwards, from walks. */
@@ -95,7 +94,8 @@ static int curve_sweep(curve_t *c) {
 
 int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
                         const rotor_planner_options_t *options, const rotor_callback_t *callback,
-                        rotor_program_t *programs, rotor_cost_t *costs, int64_t *count) {
+                        rotor_program_t *programs, rotor_cost_t *costs, int64_t *count,
+                        rotor_program_t *lowest, int64_t *least) {
     curve_t c;
     if (points < 1) {
         return ROTOR_ERR_BAD_LENGTH;
@@ -115,6 +115,10 @@ int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
         goto out;
     }
     *count = 0;
+    *least = c.bottom;
+    rotor_program_free(lowest);
+    *lowest = c.planner.settled.program;
+    rotor_program_init(&c.planner.settled.program);
     for (int64_t k = 0; k < points; k++) {
         if (c.found[k].program.length > 0) {
             rotor_program_free(&programs[*count]);

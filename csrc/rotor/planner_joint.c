@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "planner_joint_least.h"
 #include "planner_joint_walks.h"
 #include "planner_tier.h"
 #include "probe.h"
@@ -96,17 +97,14 @@ static int joint_improve(joint_t *c, const rotor_program_t *start, int64_t moves
     return ROTOR_OK;
 }
 
-/* A program without the tier for a budget, empty where none was found. */
+/* A program without the tier for a budget; where there is none, the one of *minimum, the least peak. */
 static int without_tier(joint_t *c, int64_t budget, const rotor_planner_options_t *options,
                         rotor_program_t *program, int64_t *minimum) {
     rotor_callback_t callback = {.keep_going = part_goes_on, .context = c};
     rotor_cost_t price;
+    *minimum = 0;
     int ret = rotor_planner_plan(c->graph, budget, options, &callback, program, &price, minimum);
-    if (ret == ROTOR_ERR_INFEASIBLE) {
-        program->length = 0;
-        ret = ROTOR_OK;
-    }
-    return ret;
+    return ret == ROTOR_ERR_INFEASIBLE ? ROTOR_OK : ret;
 }
 
 static int plain_order(joint_t *c, rotor_program_t *program) {
@@ -239,21 +237,28 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
     alone.time_limit_ns = options->time_limit_ns / 2 + (options->time_limit_ns > 0);
     alone.start = has_actions(graph, options->start) ? NULL : options->start;
     int ret = rotor_link_check(link);
-    if (ret != ROTOR_OK ||
-        (ret = without_tier(&c, budget, &alone, &starts[0], minimum)) != ROTOR_OK ||
-        (starts[0].length > 0 && (ret = joint_offer(&c, &starts[0])) != ROTOR_OK)) {
-        goto out;
-    }
-    if (c.is_found && c.price.compute_ns <= graph->total_cost_ns) {
-        goto found; /* nothing has to run twice */
-    }
-    c.done = parts;
     rotor_callback_t rest = {.keep_going = part_goes_on, .context = &c};
     c.stop = (rotor_stop_t){
         .callback = &rest,
         .deadline_ns = options->time_limit_ns == 0 ? 0 : began + options->time_limit_ns,
         .total = searches * moves,
         .step = 1};
+    if (ret != ROTOR_OK ||
+        (ret = without_tier(&c, budget, &alone, &starts[0], minimum)) != ROTOR_OK) {
+        goto out;
+    }
+    c.done = parts;
+    if (*minimum > budget && (ret = rotor_joint_settle(graph, link, budget, &c.stop, &starts[0],
+                                                       minimum)) == ROTOR_OK &&
+        *minimum > budget) {
+        ret = ROTOR_ERR_INFEASIBLE;
+    }
+    if (ret != ROTOR_OK || (ret = joint_offer(&c, &starts[0])) != ROTOR_OK) {
+        goto out;
+    }
+    if (c.is_found && c.price.compute_ns <= graph->total_cost_ns) {
+        goto found; /* nothing has to run twice */
+    }
     if ((ret = search_all(&c, options, moves, searches, starts)) != ROTOR_OK) {
         goto out;
     }

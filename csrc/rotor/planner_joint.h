@@ -11,8 +11,8 @@
 #include "planner.h"
 
 /*
- * As rotor_planner_plan(), with a link; the start may use it. ROTOR_ERR_INFEASIBLE when no program was
- * found, by either way; *minimum is then the least peak without the tier.
+ * As rotor_planner_plan(), with a link; the start may use it. ROTOR_ERR_INFEASIBLE when no program is
+ * found, by either way, which follows from bytes alone; *minimum is then the least peak of both.
  */
 int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, int64_t budget,
                      const rotor_planner_options_t *options, const rotor_callback_t *callback,
@@ -20,11 +20,12 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
 
 /*
  * As rotor_planner_curve(), with a link: its programs, and joint ones for `points` budgets in equal steps
- * from the least peak that is reached with the tier. `programs` and `costs` have 2 * points elements. Some
+ * from *least, the least budget that is accepted with the tier. `programs` and `costs` have 2 * points elements. Some
  * may beat others in both peak and time.
  */
 int rotor_joint_curve(const rotor_dataflow_t *graph, const rotor_link_t *link, int64_t points,
                       const rotor_planner_options_t *options, const rotor_callback_t *callback,
-                      rotor_program_t *programs, rotor_cost_t *costs, int64_t *count);
+                      rotor_program_t *programs, rotor_cost_t *costs, int64_t *count,
+                      int64_t *least);
 
 #endif

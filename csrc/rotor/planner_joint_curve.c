@@ -2,22 +2,13 @@
 
 #include <string.h>
 
-#include "planner_tier.h"
+#include "planner_joint_least.h"
 #include "probe.h"
 
-#define LOWER_STEP 0.06 /* of the peak, when looking for the least with the tier */
-#define LEAST_STEP 0.01
-
 typedef struct {
-    const rotor_dataflow_t *graph;
-    const rotor_link_t *link;
     const rotor_callback_t *callback;
     int64_t total;
-    rotor_stop_t stop;
-    rotor_tiering_t search;
-    rotor_pricer_t pricer;
-    rotor_random_t random;
-    rotor_program_t work;
+    rotor_joint_search_t search;
     rotor_program_t *programs; /* of the caller: those without the tier first */
     rotor_cost_t *costs;
     int64_t alone; /* their number */
@@ -27,28 +18,6 @@ typedef struct {
 static bool curve_goes_on(void *context, int64_t done, int64_t total) {
     const joint_curve_t *c = context;
     return rotor_ask(c->callback, rotor_min(done, total), c->total) == ROTOR_OK;
-}
-
-/* Searches within a budget from a program; leaves the result in `work`, empty where there is none. */
-static int improve_within(joint_curve_t *c, int64_t budget, const rotor_program_t *start,
-                          int64_t moves, rotor_cost_t *cost) {
-    int ret = rotor_program_assign(&c->work, start->ops, start->length);
-    if (ret == ROTOR_OK) {
-        ret = rotor_tiering_improve(&c->search, c->graph, budget, rotor_random_next(&c->random),
-                                    moves, &c->stop, &c->work);
-    }
-    if (ret == ROTOR_OK) {
-        ret = rotor_pricer_prune(&c->pricer, c->graph, &c->work);
-    }
-    if (ret == ROTOR_OK) {
-        ret = rotor_program_simulate(c->graph, c->link, c->work.ops, c->work.length, cost, NULL,
-                                     NULL, NULL);
-    }
-    if (ret == ROTOR_ERR_INFEASIBLE || (ret == ROTOR_OK && cost->peak_bytes > budget)) {
-        c->work.length = 0;
-        ret = ROTOR_OK;
-    }
-    return ret;
 }
 
 /* The fastest program so far within a budget, NULL for none. */
@@ -61,28 +30,6 @@ static const rotor_program_t *fastest_within(const joint_curve_t *c, int64_t bud
         }
     }
     return best < 0 ? NULL : &c->programs[best];
-}
-
-/* The least peak to which the tier brings the program of the least one without it. */
-static int find_bottom(joint_curve_t *c, int64_t *bottom) {
-    rotor_program_t lowest;
-    double step = LOWER_STEP;
-    rotor_program_init(&lowest);
-    int ret = rotor_program_assign(&lowest, c->programs[0].ops, c->programs[0].length);
-    *bottom = c->costs[0].peak_bytes;
-    while (ret == ROTOR_OK && step >= LEAST_STEP && !c->stop.is_over) {
-        rotor_cost_t cost;
-        int64_t budget = (int64_t)((1.0 - step) * (double)*bottom);
-        ret = budget < 1 ? ROTOR_OK : improve_within(c, budget, &lowest, 0, &cost);
-        if (ret == ROTOR_OK && budget >= 1 && c->work.length > 0) {
-            *bottom = cost.peak_bytes;
-            ret = rotor_program_assign(&lowest, c->work.ops, c->work.length);
-        } else {
-            step /= 2;
-        }
-    }
-    rotor_program_free(&lowest);
-    return ret;
 }
 
 /* One budget, from a program and from the fastest that fits already; the faster of both results is found,
@@ -100,71 +47,76 @@ static int joint_point(joint_curve_t *c, int64_t budget, const rotor_program_t *
         if (starts[k] == NULL || (k == 1 && starts[k] == last)) {
             continue;
         }
-        ret = improve_within(c, budget, starts[k], moves, &cost);
-        if (ret == ROTOR_OK && c->work.length > 0 && cost.time_ns < fastest) {
+        ret = rotor_joint_search_within(&c->search, budget, starts[k], moves, &cost);
+        if (ret == ROTOR_OK && c->search.work.length > 0 && cost.time_ns < fastest) {
             fastest = cost.time_ns;
             c->costs[c->count] = cost;
             is_found = true;
-            ret = rotor_program_assign(found, c->work.ops, c->work.length);
+            ret = rotor_program_assign(found, c->search.work.ops, c->search.work.length);
         }
     }
     c->count += is_found && ret == ROTOR_OK;
     return ret;
 }
 
+static int keep_lowest(joint_curve_t *c, const rotor_program_t *lowest) {
+    int64_t k = c->count++;
+    int ret = rotor_program_assign(&c->programs[k], lowest->ops, lowest->length);
+    return ret == ROTOR_OK ? rotor_program_simulate(c->search.graph, c->search.link, lowest->ops, lowest->length,
+                                                    &c->costs[k], NULL, NULL, NULL)
+                           : ret;
+}
+
 /* Downwards, each budget from the last one's program. */
-static int joint_sweep(joint_curve_t *c, int64_t points, int64_t moves) {
-    int64_t bottom = 0;
+static int joint_sweep(joint_curve_t *c, int64_t points, int64_t moves, int64_t bottom) {
     int64_t top = c->costs[c->alone - 1].peak_bytes;
     int64_t last = c->alone - 1;
-    int ret = find_bottom(c, &bottom);
-    for (int64_t k = points - 2; k >= 0 && ret == ROTOR_OK && !c->stop.is_over; k--) {
+    int ret = ROTOR_OK;
+    for (int64_t k = points - 2; k >= 0 && ret == ROTOR_OK && !c->search.stop.is_over; k--) {
         double share = (double)k / (double)(points - 1);
         int64_t budget = bottom + (int64_t)(share * (double)(top - bottom));
         int64_t before = c->count;
         ret = joint_point(c, budget, &c->programs[last], moves);
         last = c->count > before ? before : last;
-        c->stop.done++;
+        c->search.stop.done++;
     }
     return ret;
 }
 
 int rotor_joint_curve(const rotor_dataflow_t *graph, const rotor_link_t *link, int64_t points,
                       const rotor_planner_options_t *options, const rotor_callback_t *callback,
-                      rotor_program_t *programs, rotor_cost_t *costs, int64_t *count) {
+                      rotor_program_t *programs, rotor_cost_t *costs, int64_t *count,
+                      int64_t *least) {
     rotor_planner_options_t alone = *options;
     int64_t began = options->time_limit_ns == 0 ? 0 : rotor_clock_ns();
-    joint_curve_t c = {.graph = graph,
-                       .link = link,
-                       .callback = callback,
-                       .total = 3 * points,
-                       .programs = programs,
-                       .costs = costs};
+    joint_curve_t c = {
+        .callback = callback, .total = 3 * points, .programs = programs, .costs = costs};
     rotor_callback_t part = {.keep_going = curve_goes_on, .context = &c};
-    rotor_tiering_init(&c.search, link);
-    rotor_pricer_init(&c.pricer);
-    rotor_program_init(&c.work);
-    rotor_random_init(&c.random, options->seed);
-    c.pricer.link = link;
+    rotor_program_t lowest;
+    rotor_program_init(&lowest);
+    rotor_joint_search_init(&c.search, graph, link, options->seed);
     alone.time_limit_ns = options->time_limit_ns / 2 + (options->time_limit_ns > 0);
     int ret = rotor_link_check(link);
     if (ret != ROTOR_OK || (ret = rotor_planner_curve(graph, points, &alone, &part, programs,
-                                                      costs, &c.alone)) != ROTOR_OK) {
+                                                      costs, &c.alone, &lowest, least)) != ROTOR_OK) {
         goto out;
     }
     c.count = c.alone;
-    c.stop = (rotor_stop_t){
+    c.search.stop = (rotor_stop_t){
         .callback = &part,
         .deadline_ns = options->time_limit_ns == 0 ? 0 : began + options->time_limit_ns,
         .done = 2 * points,
         .total = 3 * points};
-    if (c.alone > 0 && points > 1) {
-        ret = joint_sweep(&c, points, options->moves);
+    if (points > 1 &&
+        (ret = rotor_joint_settle(graph, link, 1, &c.search.stop, &lowest, least)) == ROTOR_OK) {
+        ret = keep_lowest(&c, &lowest);
+    }
+    if (c.alone > 0 && points > 1 && ret == ROTOR_OK) {
+        ret = joint_sweep(&c, points, options->moves, *least);
     }
     *count = c.count;
 out:
-    rotor_program_free(&c.work);
-    rotor_pricer_free(&c.pricer);
-    rotor_tiering_free(&c.search);
+    rotor_program_free(&lowest);
+    rotor_joint_search_free(&c.search);
     return ret;
 }

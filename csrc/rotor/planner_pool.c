@@ -17,6 +17,7 @@
 #define MOST_WORK 300000000 /* of looking for the least peak */
 #define LONGEST 10          /* runs of a walk per operation */
 #define USUAL_ORDERS 2
+#define BYTES_PER_NS 1000 /* where times follow from bytes */
 
 static const double deferred_share[ROTOR_ORDERS] = {0.0, 0.5, 2.0, 4.0, HUGE_VAL};
 
@@ -51,6 +52,7 @@ void rotor_planner_end(rotor_planner_t *self) {
         rotor_program_free(&self->pool[k].program);
     }
     rotor_program_free(&self->least.program);
+    rotor_program_free(&self->settled.program);
     rotor_program_free(&self->walked);
     rotor_greedy_free(&self->greedy);
     rotor_pricer_free(&self->pricer);
@@ -232,12 +234,13 @@ static int more_walks(rotor_planner_t *self, int64_t limit) {
     return ret;
 }
 
-static int descend(rotor_planner_t *self, bool is_enough) {
+static int descend(rotor_planner_t *self, int64_t least) {
     int64_t bound = 1;
     double step = FIRST_STEP;
     int ret = rotor_dataflow_lower_bound(self->graph, &bound);
-    bound = rotor_max(bound, is_enough ? self->budget : 1);
-    while (ret == ROTOR_OK && step >= LAST_STEP && !self->stop.is_over) {
+    bound = rotor_max(bound, least);
+    while (ret == ROTOR_OK && step >= LAST_STEP && !self->stop.is_over &&
+           self->least.cost.peak_bytes > self->budget) {
         int64_t before = self->least.cost.peak_bytes;
         int64_t limit = rotor_max(bound, before - rotor_max(1, (int64_t)(step * (double)before)));
         if (limit >= before) {
@@ -257,16 +260,41 @@ static int descend(rotor_planner_t *self, bool is_enough) {
     return ret;
 }
 
-int rotor_planner_descend(rotor_planner_t *self, bool is_enough) {
+int rotor_planner_descend(rotor_planner_t *self, int64_t least) {
     if (self->stop.is_over) {
         return ROTOR_OK;
     }
     self->stop.most_work = self->stop.worked + MOST_WORK;
-    int ret = descend(self, is_enough);
+    int ret = descend(self, least);
     self->stop.most_work = 0;
     self->stop.until_next = 0; /* the time limit is looked at next */
     self->stop.is_over = false;
     return ret == ROTOR_OK ? rotor_stop_look(&self->stop, 0) : ret;
+}
+
+int rotor_planner_settle(rotor_planner_t *self) {
+    rotor_planner_t bare;
+    rotor_dataflow_t timed = *self->graph;
+    timed.cost_ns = rotor_malloc_array(timed.operation_count, sizeof(*timed.cost_ns));
+    int ret = timed.cost_ns == NULL ? ROTOR_ERR_NO_MEMORY : ROTOR_OK;
+    int begun = rotor_planner_begin(&bare, &timed, 0, 0, self->stop.callback);
+    ret = ret == ROTOR_OK ? begun : ret;
+    bare.stop.total = self->stop.total;
+    rotor_planner_aim(&bare, self->budget);
+    for (int32_t pass = 0; pass < 2 && ret == ROTOR_OK; pass++) {
+        rotor_dataflow_time_by_bytes(&timed, pass == 0 ? 0 : BYTES_PER_NS);
+        if ((ret = rotor_planner_offer_orders(&bare)) == ROTOR_OK) {
+            ret = rotor_planner_descend(&bare, 1);
+        }
+    }
+    if (ret == ROTOR_OK) {
+        rotor_program_free(&self->settled.program);
+        self->settled = bare.least;
+        rotor_program_init(&bare.least.program);
+    }
+    rotor_planner_end(&bare);
+    rotor_free(timed.cost_ns);
+    return ret;
 }
 
 int rotor_planner_search_from(rotor_planner_t *self, int64_t moves, const rotor_program_t *start) {

@@ -25,6 +25,7 @@ typedef struct {
     int32_t pool_count;
     int64_t budget;                  /* of the pool */
     rotor_candidate_program_t least; /* the lowest peak that was reached; empty at first */
+    rotor_candidate_program_t settled; /* of rotor_planner_settle(); its time does not count */
     int32_t *orders[ROTOR_ORDERS]; /* that of the graph, then ones that defer more and more; NULL
                                     * where that is the same; from the third on for the least peak */
     rotor_stop_t stop;
@@ -43,10 +44,16 @@ int rotor_planner_offer_orders(rotor_planner_t *self);
 /* Greedy walks within `limit` with the fixed settings and some random ones, along each order. */
 int rotor_planner_walks(rotor_planner_t *self, int64_t limit, int64_t random_count);
 /*
- * Lowers the least peak by walks and repairs for limits that fall from the least peak so far, until
- * nothing is gained any more; where `is_enough`, not below the budget.
+ * Lowers the least peak by walks and repairs for limits that fall from the least peak so far, not
+ * below `least`, until it is within the budget or nothing is gained any more.
  */
-int rotor_planner_descend(rotor_planner_t *self, bool is_enough);
+int rotor_planner_descend(rotor_planner_t *self, int64_t least);
+/*
+ * Descends into `settled` with equal times, then with times by bytes, and a seed of its own, until the peak
+ * is within the budget or nothing is gained any more. Whether a budget can be kept so follows from bytes
+ * alone, and larger ones can be kept too.
+ */
+int rotor_planner_settle(rotor_planner_t *self);
 /* Searches within the budget from a program, which is repaired first where it is above. */
 int rotor_planner_search_from(rotor_planner_t *self, int64_t moves, const rotor_program_t *start);
 /* Searches from the pool. */

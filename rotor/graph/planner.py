@@ -120,8 +120,8 @@ def plan(
     Raises
     ------
     InfeasibleError
-        No program was found; ``minimum_bytes`` is the least peak that was reached, which need not
-        be the least possible.
+        No program was found; ``minimum_bytes`` is the least budget that is accepted, which need not
+        be the least possible. It follows from bytes alone: neither times nor effort change it.
     InvalidSequenceError
         `start` is no program of this graph.
     ValueError, TypeError
@@ -137,8 +137,8 @@ def plan(
     if ops is None and link is not None:
         raise InfeasibleError(
             f"no program was found within {exact_bytes(budget)}, with the second tier or without; "
-            f"the least peak that was found without it is {exact_bytes(minimum)}: give more "
-            "memory, more effort, or a tier that holds more",
+            f"the least peak that was found is {exact_bytes(minimum)}: give at least {minimum} "
+            "bytes, or a tier that holds more",
             minimum,
         )
     if ops is None:
@@ -146,7 +146,7 @@ def plan(
         raise InfeasibleError(
             f"no program was found within {exact_bytes(budget)}; the least peak that "
             f"was found is {exact_bytes(minimum)}, and none can be below {exact_bytes(bound)}: "
-            f"give at least {minimum} bytes, or more effort",
+            f"give at least {minimum} bytes",
             minimum,
             bound,
         )
@@ -160,32 +160,37 @@ class PlanCurve(Curve):
     ----------
     programs
         By ascending peak and strictly descending time.
+    least_bytes
+        The least budget that `plan` accepts: programs of smaller peaks have their points there.
 
     Attributes
     ----------
     programs
         One for each point of the curve, in its order.
+    least_bytes
+        As given.
     lower_bound_bytes
         Bytes below which no program can stay; 0 where programs may use a second tier.
     """
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], least_bytes: int = 0) -> None:
         super().__init__(
-            [program.peak_bytes for program in programs],
+            [max(program.peak_bytes, least_bytes) for program in programs],
             [program.makespan for program in programs],
         )
         self.programs = tuple(programs)
+        self.least_bytes = least_bytes
         first = programs[0]
         self.lower_bound_bytes = lower_bound(first.graph) if first.link is None else 0
 
     @classmethod
-    def of(cls, programs: Iterable[Program]) -> PlanCurve:
-        """Return the curve of the programs that no other beats in both peak and time."""
+    def of(cls, programs: Iterable[Program], least_bytes: int = 0) -> PlanCurve:
+        """Return the curve of the programs that no other beats in both budget and time."""
         kept: list[Program] = []
-        for program in sorted(programs, key=lambda p: (p.peak_bytes, p.time_ns)):
+        for program in sorted(programs, key=lambda p: (max(p.peak_bytes, least_bytes), p.time_ns)):
             if not kept or program.time_ns < kept[-1].time_ns:
                 kept.append(program)
-        return cls(kept)
+        return cls(kept, least_bytes)
 
 
 def curve(
@@ -205,7 +210,7 @@ def curve(
     graph
         The graph to run.
     points
-        Budgets to plan for, in equal steps from the least peak that is reached to the peak without
+        Budgets to plan for, in equal steps from the least that `plan` accepts to the peak without
         recomputation.
     effort
         "default", "fast", or a whole number: per budget and sweep, that many units of 10 greedy
@@ -236,10 +241,11 @@ def curve(
     if not 1 <= points <= _MOST_POINTS:
         raise ValueError(f"points = {points}, expected 1 to {_MOST_POINTS}")
     runs, moves = _effort(effort, _CURVE_EFFORTS)
-    found = graph.core.curve(
+    found, least = graph.core.curve(
         points, runs, moves, _seed(seed), _limit_ns(time_limit), progress, _tier(link)
     )
-    return PlanCurve.of(Program(graph, np.frombuffer(ops, dtype=np.int32), link) for ops in found)
+    programs = (Program(graph, np.frombuffer(ops, dtype=np.int32), link) for ops in found)
+    return PlanCurve.of(programs, least)
 
 
 def _tier(link: Link | None) -> tuple[float, float, int, bool, int, int, int] | None:

@@ -197,14 +197,29 @@ static void test_curve(void) {
     rotor_dataflow_t graph;
     rotor_program_t programs[POINTS];
     rotor_cost_t costs[POINTS];
+    rotor_program_t lowest;
+    rotor_program_t refused;
+    rotor_cost_t cost;
     int64_t count = 0;
+    int64_t least = 0;
+    int64_t minimum = 0;
     memset(programs, 0, sizeof(programs));
+    rotor_program_init(&lowest);
+    rotor_program_init(&refused);
     build(&graph, 15, 3);
-    CHECK(rotor_planner_curve(&graph, 0, &options, NULL, programs, costs, &count) ==
-          ROTOR_ERR_BAD_LENGTH);
-    CHECK(rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count) ==
-          ROTOR_OK);
+    CHECK(rotor_planner_curve(&graph, 0, &options, NULL, programs, costs, &count, &lowest,
+                              &least) == ROTOR_ERR_BAD_LENGTH);
+    CHECK(rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count, &lowest,
+                              &least) == ROTOR_OK);
     CHECK(count == POINTS && costs[count - 1].time_ns == graph.total_cost_ns);
+    CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &refused, &cost, &minimum) ==
+          ROTOR_ERR_INFEASIBLE);
+    CHECK(minimum == least && refused.length == lowest.length);
+    CHECK(rotor_planner_plan(&graph, least, &options, NULL, &refused, &cost, &minimum) ==
+          ROTOR_OK);
+    CHECK(cost.peak_bytes <= least);
+    rotor_program_free(&refused);
+    rotor_program_free(&lowest);
     for (int64_t k = 0; k < count; k++) {
         rotor_cost_t again;
         CHECK(rotor_program_simulate(&graph, NULL, programs[k].ops, programs[k].length, &again, NULL,
@@ -250,17 +265,22 @@ static void test_out_of_memory(void) {
     rotor_dataflow_t graph;
     rotor_program_t programs[POINTS];
     rotor_cost_t costs[POINTS];
+    rotor_program_t lowest;
     int64_t count = 0;
+    int64_t least = 0;
     int ret = ROTOR_ERR_NO_MEMORY;
     memset(programs, 0, sizeof(programs));
+    rotor_program_init(&lowest);
     build(&graph, 6, 9);
     for (int64_t n = 1; ret != ROTOR_OK; n++) {
         rotor_testing_fail_after(n);
-        ret = rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count);
+        ret = rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count, &lowest,
+                                  &least);
         rotor_testing_fail_after(0);
         CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);
         CHECK(ret == ROTOR_OK || programs[0].ops == NULL);
     }
+    rotor_program_free(&lowest);
     free_programs(programs);
     ret = ROTOR_ERR_NO_MEMORY;
     int64_t budget = in_order(&graph, &programs[0]) * 7 / 10;

@@ -356,13 +356,15 @@ static void test_curve(void) {
         rotor_program_t programs[2 * POINTS];
         rotor_cost_t costs[2 * POINTS];
         int64_t count = 0;
+        int64_t least = 0;
         int64_t joint = 0;
         build(&graph, n == 0 ? 30 : 6, 7);
         for (int32_t k = 0; k < 2 * POINTS; k++) {
             rotor_program_init(&programs[k]);
         }
         rotor_testing_fail_after(n == 0 ? 0 : n * 7);
-        ret = rotor_joint_curve(&graph, &plain, POINTS, &options, NULL, programs, costs, &count);
+        ret = rotor_joint_curve(&graph, &plain, POINTS, &options, NULL, programs, costs, &count,
+                                &least);
         rotor_testing_fail_after(0);
         CHECK(ret == ROTOR_OK || (n > 0 && ret == ROTOR_ERR_NO_MEMORY));
         for (int64_t k = 0; k < count && ret == ROTOR_OK; k++) {

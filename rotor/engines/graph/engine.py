@@ -51,7 +51,7 @@ from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
-from rotor.graph.program import Program, simulate
+from rotor.graph.program import Program
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.tier.offload import check_device
 from rotor.units import format_bytes
@@ -473,10 +473,11 @@ class GraphEngine(MeteredEngine):
             if not self._knows_loss(key):
                 # Limits with less room than the loss is assumed to need have plans too.
                 least = step.graph(0)
-                first = found.programs[0]
-                if simulate(least, first.actions, first.link).peak_bytes < found.minimum_bytes:
+                lowest = planner.curve(least, 2, **options | {"effort": 0})
+                if lowest.least_bytes < found.least_bytes:
                     below = planner.curve(least, points, **options)
-                    found = PlanCurve.of([*found.programs, *below.programs])
+                    programs = [*found.programs, *below.programs]
+                    found = PlanCurve.of(programs, below.least_bytes)
         own = [step.most_executor_bytes(peak) for peak in found.bytes.tolist()]
         curve = Curve(found.bytes + own, found.seconds)
         curve.lower_bound_bytes = lower_bound_of(step, least, curve.minimum_bytes)

@@ -97,14 +97,7 @@ class _Quick:
         if before is not None:
             # The budget is a little less than before: a repair will do.
             start, given["effort"] = before, 0
-        find = partial(planner.plan, graph, budget, progress=progress, start=start)
-        try:
-            self._latest = find(**given)
-        except InfeasibleError:
-            if given["effort"] != 0 or options.get("effort") == 0:
-                raise
-            # Moves may reach peaks that the first walks do not.
-            self._latest = find(**{**given, "effort": "fast"})
+        self._latest = planner.plan(graph, budget, progress=progress, start=start, **given)
         return self._latest
 
 

@@ -8,11 +8,9 @@ from typing import Any
 from rotor.engines.graph.actions import movable
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.profile import Cost
-from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph, Operation, Storage
 from rotor.graph.program import Program
-from rotor.units import exact_bytes
 
 __all__ = ["build_graph", "search", "sizes_of"]
 
@@ -80,17 +78,5 @@ def search(
     options: dict[str, Any],
     progress: Any,
 ) -> Program:
-    """Return the planner's program; retry with more effort if a low one misses an existing one."""
-    try:
-        return planner.plan(graph, budget, progress=progress, **options)
-    except InfeasibleError as error:
-        if budget == 1:
-            raise
-        minimum = error.minimum_bytes
-    try:
-        planner.plan(graph, 1, progress=progress, **options)
-    except InfeasibleError as error:
-        minimum = min(minimum, error.minimum_bytes)
-    if minimum <= budget:
-        return planner.plan(graph, budget, progress=progress, **options | {"effort": "default"})
-    raise InfeasibleError(f"no program was found within {exact_bytes(budget)}", minimum)
+    """Return the planner's program."""
+    return planner.plan(graph, budget, progress=progress, **options)
