@@ -75,10 +75,33 @@ class _OtherLimit(Setting):
         model._driver.settings.budget = None
 
 
-def _created(graph: Graph) -> set[int]:
-    """Return the gradients that a step leaves behind."""
-    made = {s for op in graph.operations if op.phase == "backward" for s in op.outputs}
-    return {s for s in made if graph.storages[s].pinned}
+def _gradients(graph: Graph) -> set[int]:
+    """Return the gradients that a step leaves behind, and those that it hands over."""
+    backward = [op for op in graph.operations if op.phase == "backward"]
+    made = {s for op in backward for s in op.outputs if graph.storages[s].pinned}
+    return made.union(*(op.inputs for op in backward if not op.outputs))
+
+
+def _without(graph: Graph, storages: set[int]) -> Graph:
+    """Return a graph of which some storages have no bytes."""
+    return Graph(
+        [
+            Storage(0 if number in storages else storage.bytes, storage.pinned)
+            for number, storage in enumerate(graph.storages)
+        ],
+        None,
+        graph.operations,
+    )
+
+
+def _expected(plan: GraphPlan, overhead: bool) -> list[int]:
+    """Return what `Rockmate.expect_mem` does."""
+    activations = _without(plan.graph, _gradients(plan.graph))
+    timeline = Program(activations, plan.program.ops).timeline(runs_only=True)
+    last = sum(storage.bytes for storage in activations.storages if storage.pinned)
+    after = [*timeline.before_bytes.tolist()[1:], last]
+    found = timeline.peak_bytes.tolist() if overhead else after
+    return [live + plan.executor_bytes for live in found]
 
 
 class _BudgetEngine(GraphEngine):
@@ -86,6 +109,13 @@ class _BudgetEngine(GraphEngine):
 
     settings: _Budgeted
     improves: ClassVar[bool] = False
+    _limit = 0
+    _beyond = 0
+
+    @property
+    def sets_aside(self) -> bool:
+        """True under a budget, which counts all that a program needs but gradients."""
+        return self.settings.budget is not None
 
     def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
         """Return the budget and the gradients that a step makes."""
@@ -105,24 +135,21 @@ class _BudgetEngine(GraphEngine):
     def _within_budget(
         self, graph: Graph, limit: int, options: dict[str, Any], progress: Any
     ) -> Program:
-        budget, given = self.settings.budget, self.settings.mem_limit
+        budget = self.settings.budget
         if budget is None:
             return self._fastest(graph, limit, options, progress)
-        assert given is not None
-        created = _created(graph)
-        storages = [
-            Storage(0 if number in created else storage.bytes, storage.pinned)
-            for number, storage in enumerate(graph.storages)
-        ]
-        activations = Graph(storages, None, graph.operations)
-        outside = sum(graph.storages[number].bytes for number in created)
+        aside = _gradients(graph)
+        if not self._beyond:
+            # What is added to existing gradients has room in the budget, if the program is so.
+            aside = {number for number in aside if graph.storages[number].pinned}
+        outside = sum(graph.storages[number].bytes for number in aside)
         # The limit has room for gradients of parameters that this step may not make, and none for
         # gradients of inputs.
-        within = min(budget - (given - limit), limit - outside)
+        within = min(budget - (self._limit - limit), limit - outside)
         try:
-            program = self._fastest(activations, max(within, 1), options, progress)
+            program = self._fastest(_without(graph, aside), max(within, 1), options, progress)
         except InfeasibleError as error:
-            beside = max(given - budget, outside)
+            beside = max(self._limit - budget, outside)
             raise InfeasibleError(str(error), error.minimum_bytes + beside) from error
         return Program(graph, program.ops)
 
@@ -143,32 +170,66 @@ class _BudgetEngine(GraphEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program that was found within the budget."""
         budget = self.settings.budget
+        existing = sum(allocator.rounded_bytes(g.nbytes, g.device) for g in self.context.gradients)
         try:
-            return super().plan(key, limit_bytes, reserve_bytes)
+            return self._planned_within(key, limit_bytes, reserve_bytes)
         except InfeasibleError as error:
             if budget is None:
                 raise
-            # New gradients to be added to existing ones are in no budget either.
-            existing = sum(
-                allocator.rounded_bytes(g.nbytes, g.device) for g in self.context.gradients
-            )
-            if limit_bytes < error.minimum_bytes <= limit_bytes + existing:
-                self.context.warn(
-                    "gradients",
-                    f"gradients exist when a step begins, and new ones beside them do not fit in "
-                    f"the budget of {exact_bytes(budget)}: the step takes up to "
-                    f"{exact_bytes(error.minimum_bytes)}, new gradients included. "
-                    "optimizer.zero_grad(set_to_none=True) before the forward avoids that",
-                )
-                return super().plan(key, error.minimum_bytes, reserve_bytes)
-            least = error.minimum_bytes - (limit_bytes - budget)
+            if not existing:
+                raise self._refusal(budget, error.minimum_bytes - (limit_bytes - budget)) from error
+        # New gradients to be added to existing ones are in no budget either, nor is what a first
+        # step was accepted without: the rest of the loss, and what was measured beyond it.
+        beyond = existing + self._loss_bytes(key) + reserve_bytes
+        try:
+            plan = self._planned_within(key, limit_bytes, 0, beyond)
+        except InfeasibleError as error:
+            least = error.minimum_bytes - (limit_bytes + beyond - budget)
+            raise self._refusal(budget, least) from error
+        plan.reserve_bytes = reserve_bytes
+        self.context.warn(
+            "gradients",
+            f"gradients exist when a step begins, and new ones beside them do not fit in "
+            f"the budget of {exact_bytes(budget)}: the step takes up to "
+            f"{exact_bytes(plan.predicted_bytes + plan.short_bytes)}, new gradients included. "
+            "optimizer.zero_grad(set_to_none=True) before the forward avoids that",
+        )
+        return plan
+
+    def _planned_within(
+        self, key: Key, limit_bytes: int, reserve_bytes: int, beyond: int = 0
+    ) -> GraphPlan:
+        self._limit, self._beyond = limit_bytes + beyond, beyond
+        try:
+            plan = super().plan(key, self._limit, reserve_bytes)
+        finally:
+            self._beyond = 0
+        plan.budget_bytes = self.settings.budget
+        return plan
+
+    def _knows_loss(self, key: Key) -> bool:
+        return not self._beyond and super()._knows_loss(key)
+
+    def _refusal(self, budget: int, least: int) -> InfeasibleError:
+        return InfeasibleError(
+            f"no plan was found within a budget of {exact_bytes(budget)}; the least for "
+            f"which one was found is {exact_bytes(least)}, gradients of parameters aside: "
+            "give at least that, or a smaller batch",
+            least,
+        )
+
+    def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:
+        """Return the plan of a saved program, which the budget must hold."""
+        plan, budget = super().load(key, source, limit_bytes), self.settings.budget
+        plan.budget_bytes = budget
+        needed = max(_expected(plan, True))
+        if budget is not None and needed > budget:
             raise InfeasibleError(
-                f"no plan was found within a budget of {exact_bytes(budget)}; the least for "
-                f"which one was found is {exact_bytes(least)}, gradients of parameters aside: "
-                "give at least "
-                "that, or a smaller batch",
-                least,
-            ) from error
+                f"the program needs {exact_bytes(needed)}, gradients of parameters aside, and the "
+                f"budget is {exact_bytes(budget)}: give at least that",
+                needed,
+            )
+        return plan
 
 
 @dataclass
@@ -204,7 +265,8 @@ class Rockmate(Checkpointable):
         keyword arguments. ``None``: the first training forward measures.
     budget
         The most bytes that a training step may have allocated above the level at which its forward
-        began, without gradients of parameters: bytes, or text such as "700MiB"; ``None``: 90 % of
+        began, without gradients of parameters, new ones beside existing ones too; what
+        `expect_mem` returns is within it: bytes, or text such as "700MiB"; ``None``: 90 % of
         the free memory, gradients included.
     solve, solve_sched, get_sequence
         False leaves planning to `get_sequence`, or to the first step.
@@ -368,19 +430,7 @@ class Rockmate(Checkpointable):
         ValueError
             No plan, or no graph.
         """
-        plan = self.graph_plan()
-        graph, ops = plan.graph, plan.program.ops.tolist()
-        timeline = plan.program.timeline(runs_only=True)
-        created = _created(graph)
-        outside = 0
-        expected = []
-        last = sum(storage.bytes for storage in graph.storages if storage.pinned)
-        after = [*timeline.before_bytes.tolist()[1:], last]
-        for index, live, peak in zip(ops, after, timeline.peak_bytes.tolist(), strict=True):
-            new = created.intersection(graph.operations[index].outputs)
-            outside += sum(graph.storages[s].bytes for s in new)
-            expected.append((peak if overhead else live) - outside + plan.executor_bytes)
-        return expected
+        return _expected(self.graph_plan(), overhead)
 
     # -- files
 

@@ -64,3 +64,37 @@ def test_gradients_that_are_set_to_none_need_no_more():
     budget = 3 * least_budget(rotor.Rockmate)
     chk = rotor.Rockmate(copy.deepcopy(model), torch.randn(256, 32), budget, verbosity=0)
     assert losses(chk, set_to_none=True) == losses(model, set_to_none=True)
+
+
+class Normed(nn.Module):
+    """Has running statistics, and draws: bytes beside the storages of the graph."""
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
+            for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [rotor.Rockmate, rotor.PureRotor])
+@pytest.mark.parametrize("model, x", [(Normed, (256, 64)), (WideHead, (256, 32))])
+def test_what_is_expected_stays_within_an_accepted_budget_once_gradients_exist(kind, model, x):
+    net, x = model(), torch.randn(x)
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        kind(net, x, 1000, verbosity=0)
+    for share in (100, 120, 200):
+        budget = caught.value.minimum_bytes * share // 100
+        chk = kind(copy.deepcopy(net), x, budget, verbosity=0)
+        for _ in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                chk(x).square().mean().backward()
+            assert max(chk.expect_mem(overhead=True)) <= budget
+            assert max(chk.expect_mem()) <= budget
+            assert chk.plan.budget_bytes == budget

@@ -118,7 +118,9 @@ def operation_table(plan: GraphPlan) -> Text:
 def graph_report(plan: GraphPlan) -> Text:
     """Return the figures of a graph's plan: limit, peaks predicted and measured, time, cost."""
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    budget = plan.budget_bytes
     lines = [
+        *([] if budget is None else [["budget, gradients aside", format_bytes(budget)]]),
         ["limit", format_bytes(plan.limit_bytes)],
         ["peak, predicted", format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],

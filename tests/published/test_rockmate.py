@@ -16,6 +16,7 @@ from rotor import rockmate
 from rotor.graph import Program, build, simulate
 from rotor.graph.blockwise import cut, plan_blocks
 from rotor.graph.exact import checkmate
+from rotor.units import format_bytes
 
 WIDTH, TOKENS, BATCH, VOCABULARY = 32, 16, 16, 50
 CHOICES = [
@@ -149,6 +150,40 @@ def test_gradients_that_exist_need_no_room_beside_the_budget(span):
     assert rk.mem_limit < budget + gradient_bytes(net) // 2
     assert rk.plan.measured_bytes <= rk.mem_limit
     assert max(rk.expect_mem(overhead=True)) <= budget
+
+
+class Normed(nn.Module):
+    """Has running statistics, and draws: bytes beside the storages of the graph."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.__name__)
+def test_what_is_expected_is_within_the_budget_and_the_report_names_it(choice):
+    net, x = Normed(), torch.randn(256, 64)
+    least, most = plain_activations(net, x)
+    for budget in (least, (least + most) // 2, int(0.9 * most)):
+        try:
+            rk = choice(net, x, budget)
+        except rotor.InfeasibleError as error:
+            budget = error.minimum_bytes
+            rk = choice(net, x, budget)
+        assert max(rk.expect_mem(overhead=True)) <= budget
+        assert rk.plan.budget_bytes == budget
+        (row,) = [line for line in rk.report().splitlines() if line.startswith("budget")]
+        assert row.endswith(f"  {format_bytes(budget)}")
+    rk.compute_sequence(mem_limit="1 GB")
+    assert "budget" not in rk.report()
 
 
 def test_the_least_budget_is_named_and_works(span):

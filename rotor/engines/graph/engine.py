@@ -362,6 +362,11 @@ class GraphEngine(MeteredEngine):
         """Return the search for programs, if not the planner of operations."""
         return None
 
+    @property
+    def sets_aside(self) -> bool:
+        """True if plans leave all that is needed beside the storages, as `make_graph_plan` says."""
+        return False
+
     improves: ClassVar[bool] = True
     """True if better programs may be exchanged between steps."""
 
@@ -440,6 +445,7 @@ class GraphEngine(MeteredEngine):
                     options=self.settings.options,
                     progress=update,
                     solve=solve,
+                    sets_aside=self.sets_aside,
                 )
 
             loss_bytes = self._loss_bytes(key)

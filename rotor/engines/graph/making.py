@@ -39,10 +39,12 @@ def make_graph_plan(
     options: dict[str, Any] | None = None,
     progress: Any = None,
     solve: Callable[..., Program] | None = None,
+    sets_aside: bool = False,
 ) -> GraphPlan:
     """Return the fastest program found under a limit.
 
-    `solve` is called as `search`, which plans by default.
+    `solve` is called as `search`, which plans by default. `sets_aside` has it leave all that its
+    program needs beside the graph's storages, even if the limit has room: it plans for less.
 
     Raises
     ------
@@ -58,7 +60,8 @@ def make_graph_plan(
         budget = max(limit_bytes - own - reserve_bytes, 1)
         program = find(graph, budget, options or {}, progress)
         needed = step.bytes_beside(program, limit_bytes)
-        return Found(program, needed, program.peak_bytes + needed + reserve_bytes <= limit_bytes)
+        within = program.peak_bytes + needed + reserve_bytes <= limit_bytes
+        return Found(program, needed, needed <= own if sets_aside else within)
 
     own = failed = step.executor_bytes(0, 0, limit_bytes)
     while True:

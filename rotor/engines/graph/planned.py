@@ -55,6 +55,8 @@ class GraphPlan(Metered):
         accelerator the slack of its allocator.
     planning
         Record of the search for the program.
+    budget_bytes
+        Budget of Rockmate, which does not count gradients of parameters; ``None`` without one.
     """
 
     engine: ClassVar[str] = "graph"
@@ -66,6 +68,7 @@ class GraphPlan(Metered):
     executor_bytes: int
     loss_bytes: int
     planning: PlanningRecord = field(default_factory=PlanningRecord)
+    budget_bytes: int | None = None
     _emitted: StepCode | None = field(default=None, repr=False)
     _early: EarlyCode | None = field(default=None, repr=False)
     _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
