@@ -61,9 +61,8 @@ def hidden_from_hooks(is_hidden: Callable[[torch.Tensor], bool]) -> AbstractCont
 
 def in_batched_backward() -> bool:
     """Return whether several backwards run as one (``is_grads_batched``)."""
-    nesting = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return nesting > 1
+    # One line: an interrupt between two would leave the level raised.
+    return max(torch._C._vmapmode_increment_nesting(), torch._C._vmapmode_decrement_nesting()) > 1
 
 
 class BelowAutograd:

@@ -13,7 +13,7 @@ from typing import Self
 __all__ = ["CollectorPause"]
 
 _lock = threading.Lock()
-_pauses = 0
+_pauses: set[CollectorPause] = set()
 _was_enabled = False
 
 
@@ -32,39 +32,43 @@ class CollectorPause:
     def __init__(self, *, collects: bool = False) -> None:
         self._collects = collects
         self._sets_apart = False  # True while what was made before the begin is frozen.
-        self.is_on = False
+
+    @property
+    def is_on(self) -> bool:
         """True between `begin` and `end`."""
+        return self in _pauses
 
     def begin(self) -> None:
         """Keep the collector from running by itself."""
-        global _pauses, _was_enabled
-        with _lock:
-            if not _pauses:
-                _was_enabled = gc.isenabled()
+        global _was_enabled
+        try:
+            with _lock:
+                if not _pauses:
+                    _was_enabled = gc.isenabled()
+                _pauses.add(self)
                 gc.disable()
-            _pauses += 1
-            self.is_on = True
-            if self._collects and _was_enabled and not gc.get_freeze_count():
-                self._sets_apart = True
-                gc.freeze()
+                if self._collects and _was_enabled and not gc.get_freeze_count():
+                    self._sets_apart = True
+                    gc.freeze()
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Let the collector run again, as it did before the first pause; do nothing twice."""
-        global _pauses
-        with _lock:
-            if not self.is_on:
-                return
-            self.is_on = False
-            _pauses -= 1
-            is_last = not _pauses and _was_enabled
-        if is_last and self._collects:
-            gc.collect(2 if self._sets_apart else 1)
-        if self._sets_apart:
-            self._sets_apart = False
-            gc.unfreeze()
-        with _lock:
-            if not _pauses and _was_enabled:
-                gc.enable()
+        if not self.is_on:
+            return
+        try:
+            if self._collects and _was_enabled and len(_pauses) == 1:
+                gc.collect(2 if self._sets_apart else 1)
+        finally:
+            with _lock:
+                _pauses.discard(self)
+                if self._sets_apart:
+                    self._sets_apart = False
+                    gc.unfreeze()
+                if not _pauses and _was_enabled:
+                    gc.enable()
 
     def __enter__(self) -> Self:
         self.begin()

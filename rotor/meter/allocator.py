@@ -7,6 +7,7 @@ kernel takes from elsewhere is invisible to both, and resident set size is no me
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -323,11 +324,18 @@ _running: dict[tuple[torch.device, int], weakref.ref[Meter]] = {}
 _running_lock = threading.Lock()
 
 
+def _is_occupied(place: tuple[torch.device, int]) -> bool:
+    reference = _running.get(place)
+    found = None if reference is None else reference()
+    return found is not None and found.is_here
+
+
 def _occupy(candidate: Meter) -> None:
+    if _is_occupied(candidate.place):
+        # Frames of an exception may be all that holds that meter.
+        gc.collect()
     with _running_lock:
-        reference = _running.get(candidate.place)
-        found = None if reference is None else reference()
-        if found is not None and found.is_here:
+        if _is_occupied(candidate.place):
             raise MeterBusyError(f"another meter is running on {candidate.device}")
         _running[candidate.place] = weakref.ref(candidate)
 
@@ -395,8 +403,12 @@ class _CpuMeter(Meter):
 
     def _finish(self) -> None:
         # Thousands of objects are made here that soon go: nothing is collected for them.
-        with CollectorPause():
-            events = self._trace.stop()
+        try:
+            with CollectorPause():
+                events = self._trace.stop()
+        except BaseException:
+            self.drop()
+            raise
         _vacate(self)
         self._take(levels_of(events, self._resident))
 
