@@ -130,3 +130,20 @@ def test_a_model_with_a_scripted_part_trains(how: str, engine: str, inside: bool
         assert all(map(torch.equal, expected, [p.grad for p in net.parameters()]))
         net.zero_grad()
     assert model.plan.engine != "plain"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_the_graph_engine_names_a_scripted_part(how: str) -> None:
+    model = rotor.Checkpointable(
+        nn.Sequential(Block(), scripted(how)), mem_limit="1 MB", engine="graph", verbosity=-1
+    )
+    with pytest.raises(rotor.errors.CaptureError, match=r'module 1 is a script.*"auto"'):
+        model(torch.randn(64, 32))
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_a_script_itself_is_refused_in_words(how: str, engine: str) -> None:
+    with pytest.raises(TypeError, match=r"script of torch\.jit"):
+        rotor.Checkpointable(scripted(how), mem_limit="1 MB", engine=engine)

@@ -137,11 +137,10 @@ class Reads:
             self.inputs |= frozenset(changed)
         values.inputs = self.inputs
 
-    def keep_constant(self, values: PlainValues) -> None:
-        """Have numbers that cannot be inputs told apart by their values, from this call on."""
-        self._constants |= values.inputs
-        self.inputs -= values.inputs
-        values.inputs = frozenset()
+    def keep_constant(self, leaves: frozenset[int]) -> None:
+        """Have numbers that cannot be inputs told apart by their values in later calls."""
+        self._constants |= leaves
+        self.inputs -= leaves
 
     def note(self, leaves: frozenset[int], values: PlainValues) -> list[int]:
         """Note a capture; return the leaves of which it has met the third value."""
@@ -150,8 +149,7 @@ class Reads:
             self._repeats += 1
             if self._repeats == _MANY:
                 # The code asks for their values.
-                self._constants |= self.inputs
-                self.inputs = frozenset()
+                self.keep_constant(self.inputs)
             return []
         if len(self.captured) == _MANY:
             return []

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from rotor._pytorch import core, fsdp, modes
 from rotor.common.rerun import Rerun, Unit
 
-__all__ = ["ModelState", "refuse_replicated", "refuse_sharded"]
+__all__ = ["ModelState", "refuse_sharded", "refuse_unsuited_modules"]
 
 
 _values_of = methodcaller("values")
@@ -55,14 +55,19 @@ def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
             )
 
 
-def refuse_replicated(model: nn.Module) -> None:
-    """Raise TypeError if a part of the model is a DistributedDataParallel, which belongs outside.
+def refuse_unsuited_modules(model: nn.Module) -> None:
+    """Raise TypeError if a part of the model is a DistributedDataParallel, or all of it a script.
 
     Raises
     ------
     TypeError
         Names the module.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "the model is a script of torch.jit, whose forward is not Python: give the module from "
+            "which it was made, or nn.Sequential(script), which engine='dynamic' runs"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             kind = type(module).__name__

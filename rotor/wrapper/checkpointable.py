@@ -16,7 +16,7 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
 from rotor.common.background import checked_planning
 from rotor.common.checksums import checked_verify
-from rotor.common.model_state import refuse_replicated
+from rotor.common.model_state import refuse_unsuited_modules
 from rotor.common.ranks import Ranks
 from rotor.common.verbosity import heard
 from rotor.engines.contract import DEFAULT_SLOTS, Settings
@@ -213,7 +213,7 @@ class Checkpointable(TransparentModule):
                 )
             _inductor.check({parameter.device.type for parameter in model.parameters()})
         check_names(options, [*inspect.signature(Checkpointable.__init__).parameters][2:-1])
-        refuse_replicated(model)
+        refuse_unsuited_modules(model)
         settings = self._settings_class(
             model,
             mem_limit=checked_limit(mem_limit),

@@ -82,7 +82,7 @@ def write_numbers(module: fx.GraphModule) -> dict[str, str]:
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if any(map(symbols.has_symbols, result_tensors(value))):
-            raise CaptureError("the size of a tensor depends on a number among the arguments")
+            raise CaptureError("a number among the arguments is the size of a tensor")
         if node.op == "placeholder":
             if "tangent" not in node.name:
                 primals[node] = len(primals)
@@ -90,7 +90,7 @@ def write_numbers(module: fx.GraphModule) -> dict[str, str]:
                 add(node, node, "")
         elif node.op == "output":
             if any(given in known for given in node.all_input_nodes):
-                raise CaptureError("a result is a number that depends on the arguments")
+                raise CaptureError("a number among the arguments is a result")
         elif not symbols.is_symbol(value) or symbols.depends_on_data(value):
             node.args = map_arg(node.args, lambda given: known.get(given, given))
             node.kwargs = map_arg(node.kwargs, lambda given: known.get(given, given))
