@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from rotor.rkgb.blocks import (
 from rotor.rkgb.figures import print_all_graphs, print_graph, print_graph_list
 from rotor.rkgb.forward import B_graph, B_node, D_graph, D_node, Var_info, build_b, build_d
 from rotor.rkgb.grouping import group
+from rotor.rkgb.partitioned import Partitioner, PartitionerSequence
 from rotor.rkgb.simplified import S_graph, S_node, build_s
 from rotor.rkgb.source import Trace, argument_names
 from rotor.rkgb.units import Unit, contracted, units_of
@@ -60,9 +61,57 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
+WANTED = frozenset({"R", "F", "S", "FB", "P", "H"})
+"""Published short names of graphs."""
+
+_LONG_NAMES = {
+    "raw_graph": "R",
+    "forward_graph": "F",
+    "simplified_graph": "S",
+    "forward_and_backward_graph": "FB",
+    "Pc": "P",
+}
+_WITHOUT_COUNTERPART = {
+    "Ps": "P is one graph, and K_graph_list has the computations of each block",
+    "H": "P has one operation for each block and phase, K_graph_list the computations of each",
+}
+_WITHOUT_COUNTERPART |= {
+    "partitioned_structure": _WITHOUT_COUNTERPART["Ps"],
+    **dict.fromkeys(("Hs", "Hc", "hierarchical_structure"), _WITHOUT_COUNTERPART["H"]),
+}
+
+
+@dataclass(frozen=True, eq=False, init=False)
 class Result:
-    """The graphs of a captured training step.
+    """The graphs of a captured and measured training step of a module, which stays as it is.
+
+    Parameters
+    ----------
+    model
+        Any module.
+    model_args
+        A sample of its input: a tensor, a list or tuple of positional arguments, a dictionary of
+        keyword arguments.
+    model_kwargs
+        Further keyword arguments.
+    wanted_graphs
+        Short names of graphs: "R", "F", "S", "FB", "P", "H"; the others are ``None`` by their short
+        and long published names. All are views of one capture.
+    partitioners
+        Of `rotor.rkgb.partitioned`; the first one makes `P`. By default ``PartitionerSequence()``.
+    inspection_device, use_jit_instead_of_dynamo, jit_impose_device, print_time_in_each_stage
+        Accepted as published: the step is captured on the device of the model and its input.
+    do_inspection, dynamic_batch_dim, small_memsize_fine_to_simplify
+        Accepted as published: every step is measured, with the sizes of its input.
+
+    Raises
+    ------
+    CaptureError
+        The model has no single graph; the message has the reason and the line of code.
+    TypeError
+        The model cannot be called so, or a partitioner is none.
+    ValueError
+        A wanted graph has another name.
 
     Attributes
     ----------
@@ -114,31 +163,75 @@ class Result:
     simplified: Graph
     forward_and_backward: Graph
     partitioned: Graph
+    wanted_graphs: frozenset[str] = field(repr=False)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_args: Any,
+        model_kwargs: Mapping[str, Any] | None = None,
+        wanted_graphs: Iterable[str] = WANTED,
+        inspection_device: Any = None,
+        use_jit_instead_of_dynamo: bool = False,
+        jit_impose_device: bool = True,
+        partitioners: Sequence[Partitioner] | None = None,
+        print_time_in_each_stage: bool = False,
+        do_inspection: bool = True,
+        dynamic_batch_dim: Any = None,
+        small_memsize_fine_to_simplify: int = 1 << 20,
+    ) -> None:
+        del inspection_device, use_jit_instead_of_dynamo, jit_impose_device, do_inspection
+        del print_time_in_each_stage, dynamic_batch_dim, small_memsize_fine_to_simplify
+        wanted = frozenset(wanted_graphs)
+        unknown = sorted(wanted - WANTED)
+        if unknown:
+            raise ValueError(
+                f"wanted_graphs has {unknown[0]!r}, expected some of {', '.join(sorted(WANTED))}"
+            )
+        partitioner = _partitioner(partitioners)
+        make_inputs(model, model_args, model_kwargs)
+        args, kwargs = _arguments(model_args, model_kwargs)
+        step, primals = capture_inputs(model, args, kwargs)
+        _, names = argument_names(model, args, kwargs)
+        found = _built(Trace(step, model, primals, names), step_graph(step), partitioner)
+        vars(self).update(found, wanted_graphs=wanted)
+
+    def _wanted(self, name: str, graph: Graph) -> Graph | None:
+        return graph if name in self.wanted_graphs else None
 
     @property
-    def R(self) -> Graph:
+    def R(self) -> Graph | None:
         """The raw graph."""
-        return self.raw
+        return self._wanted("R", self.raw)
 
     @property
-    def F(self) -> Graph:
+    def F(self) -> Graph | None:
         """The graph of the forward."""
-        return self.forward
+        return self._wanted("F", self.forward)
 
     @property
-    def S(self) -> Graph:
+    def S(self) -> Graph | None:
         """The simplified graph of the forward."""
-        return self.simplified
+        return self._wanted("S", self.simplified)
 
     @property
-    def FB(self) -> Graph:
+    def FB(self) -> Graph | None:
         """The graph of forward and backward."""
-        return self.forward_and_backward
+        return self._wanted("FB", self.forward_and_backward)
 
     @property
-    def P(self) -> Graph:
+    def P(self) -> Graph | None:
         """The partitioned graph."""
-        return self.partitioned
+        return self._wanted("P", self.partitioned)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LONG_NAMES:
+            return getattr(self, _LONG_NAMES[name])
+        if name in _WITHOUT_COUNTERPART:
+            raise AttributeError(
+                f"rotor has no counterpart of rk-GB's {name}: {_WITHOUT_COUNTERPART[name]}"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def summary(self) -> str:
         """Return the result as text: graphs, classes of blocks, sizes and times."""
@@ -240,17 +333,25 @@ def make_all_graphs(
     TypeError
         The model cannot be called so.
     """
-    make_inputs(model, model_inputs, model_kwargs)
-    args, kwargs = _arguments(model_inputs, model_kwargs)
-    step, primals = capture_inputs(model, args, kwargs)
-    _, names = argument_names(model, args, kwargs)
-    result = _built(Trace(step, model, primals, names), step_graph(step))
+    result = Result(model, model_inputs, model_kwargs)
     if verbose:
         sys.stdout.write(result.summary())
     return result
 
 
-def _built(trace: Trace, step: Graph) -> Result:
+def _partitioner(given: Sequence[Partitioner] | None) -> Partitioner:
+    found = list(given or [PartitionerSequence()])
+    wrong = [one for one in found if not isinstance(one, Partitioner)]
+    if wrong:
+        raise TypeError(
+            f"{wrong[0]!r} is no partitioner: expected Partitioner() or PartitionerSequence() of "
+            "rotor.rkgb.partitioned"
+        )
+    return found[0]
+
+
+def _built(trace: Trace, step: Graph, partitioner: Partitioner) -> dict[str, Any]:
+    """Return the attributes of a result."""
     grouped = group(trace, step)
     sg = build_s(trace, step, grouped)
     units = units_of(trace, grouped)
@@ -261,22 +362,23 @@ def _built(trace: Trace, step: Graph) -> Result:
     alike = classes(texts)
     parts = [block_of_s(sg, block) for block in blocks]
     names = block_names(sg, blocks)
-    return Result(
-        B_graph=build_b(trace),
-        D_graph=dg,
-        S_graph=sg,
-        K_graph=kg,
-        S_graph_list=parts,
-        K_graph_list=[block_of_k(kg, part) for part in parts],
-        equivalent_classes=alike,
-        list_ano_S=[texts[members[0]] for members in alike],
-        block_names=names,
-        raw=dg.graph,
-        forward=forward_part(step),
-        simplified=sg.graph,
-        forward_and_backward=step,
-        partitioned=_partitioned(step, units, blocks, names),
-    )
+    is_cut = isinstance(partitioner, PartitionerSequence)
+    return {
+        "B_graph": build_b(trace),
+        "D_graph": dg,
+        "S_graph": sg,
+        "K_graph": kg,
+        "S_graph_list": parts,
+        "K_graph_list": [block_of_k(kg, part) for part in parts],
+        "equivalent_classes": alike,
+        "list_ano_S": [texts[members[0]] for members in alike],
+        "block_names": names,
+        "raw": dg.graph,
+        "forward": forward_part(step),
+        "simplified": sg.graph,
+        "forward_and_backward": step,
+        "partitioned": _partitioned(step, units, blocks, names) if is_cut else kg.graph,
+    }
 
 
 def _partitioned(

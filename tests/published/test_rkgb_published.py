@@ -10,6 +10,7 @@ from rotor.models import gpt, resnet18
 from torch import nn
 
 from rotor import rkgb
+from rotor.rkgb import partitioned
 
 
 def test_the_example(tmp_path):
@@ -93,3 +94,54 @@ def test_attributes():
     assert len(result.S_graph_list) == len(result.K_graph_list) == 2
     assert result.equivalent_classes == [[0], [1]]
     assert result.list_ano_S[0] != result.list_ano_S[1]
+
+
+# -- rk-GB 2
+
+
+def test_a_result_is_made_from_a_model_and_its_inputs():
+    model, sample = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(2, 4)
+    result = rkgb.Result(model, [sample], wanted_graphs={"F", "FB"})
+    made = rkgb.make_all_graphs(model, sample)
+    assert isinstance(made, rkgb.Result)
+    assert len(result.F) == len(made.F)
+    assert result.forward_and_backward_graph is result.FB
+    assert len(result.FB) == len(made.FB)
+    assert result.R is result.S is result.P is result.raw_graph is None
+    assert made.Pc is made.P
+    assert made.simplified_graph is made.S
+    assert len(result.K_graph.list_kcn) == len(made.K_graph.list_kcn)
+    with pytest.raises(ValueError, match="wanted_graphs has 'K', expected some of F, FB, H, P"):
+        rkgb.Result(model, sample, wanted_graphs={"F", "K"})
+
+
+def test_graphs_without_a_counterpart_say_what_to_use():
+    made = rkgb.Result(nn.Linear(4, 4), torch.randn(2, 4))
+    for name in ("H", "Hs", "Hc", "hierarchical_structure", "Ps", "partitioned_structure"):
+        with pytest.raises(AttributeError, match=f"no counterpart of rk-GB's {name}: P .*K_graph"):
+            getattr(made, name)
+    with pytest.raises(AttributeError, match="Result has no attribute 'Q'"):
+        made.Q  # noqa: B018
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y) * torch.tanh(y)
+
+
+def test_partitioners_by_their_published_names():
+    model, sample = nn.Sequential(Wide(), Wide()), torch.randn(2, 4)
+    cut = rkgb.Result(model, sample, partitioners=[partitioned.PartitionerSequence()])
+    flat = rkgb.Result(model, sample, partitioners=[partitioned.Partitioner()])
+    assert len(cut.P) == len(rkgb.make_all_graphs(model, sample).P)
+    assert len(flat.P) == len(flat.K_graph.list_kcn) > len(cut.P)
+    for name in ("BottomToTop", "RecognizeRepetitivePattern", "Dagp"):
+        with pytest.raises(NotImplementedError, match=f"Partitioner{name}: PartitionerSequence"):
+            getattr(partitioned, f"Partitioner{name}")(max_len_seq=99)
+    with pytest.raises(TypeError, match="'sequence' is no partitioner"):
+        rkgb.Result(model, sample, partitioners=["sequence"])

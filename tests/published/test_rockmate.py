@@ -16,6 +16,7 @@ from rotor import rockmate
 from rotor.graph import Program, build, simulate
 from rotor.graph.blockwise import cut, plan_blocks
 from rotor.graph.exact import checkmate
+from rotor.rockmate import solvers
 from rotor.units import format_bytes
 
 WIDTH, TOKENS, BATCH, VOCABULARY = 32, 16, 16, 50
@@ -347,13 +348,13 @@ def test_the_faster_of_two_is_taken(span):
 
 def test_hiremate_has_a_choice_of_algorithms(span):
     budget = int(0.8 * span[1])
-    for algorithms, solvers in (
+    for algorithms, names in (
         (["hilp"], ("operations",)),
         (["rotor"], ("blocks",)),
         (["hilp", "rotor"], ("operations", "blocks")),
     ):
         rk = rotor.Hiremate(model(), [ids()], budget, algorithms=algorithms)
-        assert rk._solvers == solvers
+        assert rk._solvers == names
         assert max(rk.expect_mem(overhead=True)) <= budget
     with pytest.raises(ValueError, match="expected one or several of hilp, rotor"):
         rotor.Hiremate(model(), [ids()], budget, algorithms=["twremat"])
@@ -403,3 +404,40 @@ def test_programs_of_blocks_keep_every_budget_that_is_feasible(residual_graph):
         assert slowest is None or program.time_ns >= slowest * 0.98
         slowest = program.time_ns
     assert plan_blocks(graph, least).peak_bytes == least
+
+
+# -- solvers by their published names
+
+
+def test_solvers_choose_what_plans(span):
+    budget = int(0.8 * span[1])
+    one = rotor.Rockmate(model(), [ids()], budget, top_solvers=[solvers.RK_rotor()])
+    assert one.program == rotor.PureRotor(model(), [ids()], budget).program
+    both = [solvers.HILP(time_limit=5.0)], [solvers.RK_rotor()]
+    two = rotor.Rockmate(model(), [ids()], budget, top_solvers=both[0], bottom_solvers=both[1])
+    assert two.options == {"time_limit": 5.0}
+    assert two.program.makespan <= one.program.makespan
+    assert one.solve_sched(budget, [solvers.HILP()], recursive=False) == one.program
+    assert one.program != rotor.PureRotor(model(), [ids()], budget).program
+    with pytest.raises(rotor.InfeasibleError):
+        one.solve_sched(1, [solvers.RK_rotor()])
+    assert one.get_sequence(budget) != rotor.PureRotor(model(), [ids()], budget).program
+
+
+def test_solvers_without_a_counterpart_say_what_to_use():
+    for name in ("CheapSolver", "TwRemat", "FastSolver"):
+        with pytest.raises(NotImplementedError, match=rf"published {name}: .*HILP\(\)"):
+            getattr(solvers, name)(verbose=True)
+    with pytest.raises(TypeError, match=r"'hilp' is no solver: expected HILP\(\) or RK_rotor\(\)"):
+        rotor.Rockmate(model(1), ids(), "1 GB", list_solvers=["hilp"])
+    with pytest.raises(TypeError, match="unknown option 'nodes' of RK_rotor"):
+        solvers.RK_rotor(nodes=3)
+
+
+def test_options_of_solvers_without_effect_are_named():
+    with pytest.warns(UserWarning, match="HILP takes .* no effect: mem_unit, nb_total_nodes") as w:
+        solvers.HILP(1024**2, nb_total_nodes=20)
+    assert w[0].filename == __file__
+    with pytest.warns(UserWarning, match="RK_rotor takes .* no effect: force_python") as w:
+        solvers.RK_rotor(force_python=True)
+    assert w[0].filename == __file__

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rotor.common.calls import sample_call
+from rotor.common.published import warn_of_ignored
 from rotor.engines.contract import Key, Settings
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan
@@ -23,6 +24,7 @@ from rotor.graph.blockwise import plan_blocks
 from rotor.graph.graph import Graph, Storage
 from rotor.graph.program import Program
 from rotor.meter import allocator
+from rotor.rockmate.solvers import Solver, chosen
 from rotor.units import exact_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.setting import Setting, checked_limit, plan_anew
@@ -32,8 +34,14 @@ __all__ = ["Hiremate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
 _WITHOUT_EFFECT = frozenset(
     [
         *("mem_unit", "nb_budget_save", "nb_budget_peak", "ilp_solver", "ilp_solver_params"),
-        *("ilp_time_limit_top", "list_solvers", "top_solvers", "bottom_solvers", "partitioners"),
-        *("partitioner_params", "solve_recursive", "rotor_kwargs", "rotor_solve_with_python"),
+        *(
+            "ilp_time_limit_top",
+            "partitioners",
+            "partitioner_params",
+            "solve_recursive",
+            "rotor_kwargs",
+            "rotor_solve_with_python",
+        ),
         *("rkgb_res", "cpu_optim", "gpu_optim", "optim_kwargs", "minor_offload_size"),
     ]
 )
@@ -41,7 +49,7 @@ _ALGORITHMS = {"hilp": "operations", "rotor": "blocks"}
 _ID = datetime.now().strftime("%d_%m_%Y_%H_%M_%S")
 _EXACT_SECONDS = 60.0
 
-Solver = Callable[[Graph, int, dict[str, Any], Any], Program]
+_Find = Callable[[Graph, int, dict[str, Any], Any], Program]
 
 
 def _exactly(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
@@ -55,7 +63,7 @@ def _by_blocks(graph: Graph, budget: int, options: dict[str, Any], progress: Any
     return plan_blocks(graph, budget)
 
 
-_SOLVERS: dict[str, Solver] = {"operations": search, "blocks": _by_blocks, "exact": _exactly}
+_SOLVERS: dict[str, _Find] = {"operations": search, "blocks": _by_blocks, "exact": _exactly}
 
 
 def _budget_bytes(budget: float | str) -> int:
@@ -128,7 +136,7 @@ class _BudgetEngine(GraphEngine):
         self.settings.mem_limit = budget + gradients
         return budget + gradients
 
-    def solve(self) -> Solver:
+    def solve(self) -> _Find:
         """Return the function that finds programs within the budget."""
         return self._within_budget
 
@@ -278,12 +286,15 @@ class Rockmate(Checkpointable):
         Keyword arguments of the sample.
     ilp_time_limit
         ``time_limit`` of the planner, in seconds.
+    top_solvers, bottom_solvers, list_solvers
+        Lists of `rotor.rockmate.solvers.HILP` and `RK_rotor`: the fastest plan that one of them
+        finds is taken, in place of what the class chooses.
     keep_outputs, dynamic_batch_dim
         Accepted: outputs are the caller's, and other shapes get plans of their own.
     **options
         Options of `Checkpointable`. Published ones that have no effect are named in one warning:
-        units and numbers of budgets (plans are in bytes), solvers and partitioners (the class
-        chooses), options of offloading.
+        units and numbers of budgets (plans are in bytes), partitioners (the whole step is planned),
+        options of offloading.
 
     Attributes
     ----------
@@ -321,28 +332,32 @@ class Rockmate(Checkpointable):
         verbose: bool = False,
         model_kwargs: dict[str, Any] | None = None,
         ilp_time_limit: float | None = None,
+        top_solvers: Sequence[Solver] | None = None,
+        bottom_solvers: Sequence[Solver] | None = None,
+        list_solvers: Sequence[Solver] | None = None,
         keep_outputs: bool = False,
         dynamic_batch_dim: Any = None,
         **options: Any,
     ) -> None:
         del get_compiled_fct, keep_outputs, dynamic_batch_dim
-        ignored = sorted(_WITHOUT_EFFECT & options.keys())
-        if ignored:
-            warnings.warn(
-                f"{type(self).__name__} takes these published options, and they have no effect: "
-                f"{', '.join(ignored)}. Plans are made in bytes, by what the class chooses, and "
-                "nothing is offloaded",
-                stacklevel=2,
-            )
+        warn_of_ignored(
+            type(self).__name__,
+            _WITHOUT_EFFECT & options.keys(),
+            "Plans are made in bytes, for the whole step, and nothing is offloaded",
+            2,
+        )
+        given = (*(top_solvers or ()), *(bottom_solvers or ()), *(list_solvers or ()))
+        algorithms, seconds = chosen(given)
+        ilp_time_limit = seconds if ilp_time_limit is None else ilp_time_limit
         options = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
         if ilp_time_limit is not None:
             options["time_limit"] = ilp_time_limit
         if verbose:
             options.setdefault("verbosity", 1)
-        given = _checked_budget(budget)
+        checked = _checked_budget(budget)
         super().__init__(original_mod, engine="graph", **options)
-        self.budget = given
-        vars(self._driver.settings)["solvers"] = self._solvers
+        self.budget = checked
+        vars(self._driver.settings)["solvers"] = algorithms or self._solvers
         if model_inputs is None and not model_kwargs:
             return
         args, kwargs = sample_call(() if model_inputs is None else model_inputs, takes_lists=True)
@@ -400,6 +415,46 @@ class Rockmate(Checkpointable):
             return found
         except BaseException:
             settings.budget = before
+            raise
+
+    def solve_sched(
+        self,
+        budget: float | str | None = None,
+        list_solvers: Sequence[Solver] | None = None,
+        recursive: bool = True,
+    ) -> Program | None:
+        """Plan the following steps, as `get_sequence` does.
+
+        Parameters
+        ----------
+        budget
+            As for the constructor.
+        list_solvers
+            As for the constructor; by default those of before.
+        recursive
+            Accepted as published.
+
+        Returns
+        -------
+        Program or None
+            ``None`` if the model has no single graph.
+
+        Raises
+        ------
+        ValueError
+            As of `get_sequence`.
+        TypeError
+            A solver is none.
+        """
+        del recursive
+        settings = cast(_Budgeted, self._driver.settings)
+        before = settings.solvers
+        if list_solvers:
+            settings.solvers, _ = chosen(list_solvers)
+        try:
+            return self.get_sequence(budget)
+        except BaseException:
+            settings.solvers = before
             raise
 
     def get_compiled_fct(self) -> None:
