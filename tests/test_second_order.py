@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import rotor
+from rotor.engines.dynamic import step as pending
 
 LIMIT = "300 KB"
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -201,6 +204,45 @@ def test_buffers_that_a_forward_changes_are_read_as_it_found_them(engine, loop):
     limited = rotor.Checkpointable(copy.deepcopy(plain), mem_limit=LIMIT, engine=engine)
     for expected, got in compared((plain, limited), loop):
         assert expected is None or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("engine", ["graph", "dynamic"])
+def test_steps_whose_gradient_is_penalised_are_freed(engine):
+    """The model keeps tensors of each forward, whose graphs would keep the step before."""
+    plain = Normed()
+    model = rotor.Checkpointable(plain, mem_limit=LIMIT, engine=engine)
+    steps = weakref.WeakSet()
+    for _ in range(4):
+        x = torch.randn(64, 32, requires_grad=True)
+        y = model(x)
+        steps.add(y.grad_fn)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().mean() + slope.square().sum()).backward()
+        del x, y, slope
+    gc.collect()
+    assert not any(
+        "Again" in type(node).__name__ or "_Node" in type(node).__name__ for node in steps
+    )
+    assert not pending._paused
+
+
+@pytest.mark.parametrize("retains", [False, True], ids=["", "retained"])
+@pytest.mark.parametrize("engine", ["chain", "graph", "dynamic"])
+def test_hooks_of_an_output_get_its_whole_gradient(engine, retains):
+    found = []
+    for model in (layers(), rotor.Checkpointable(layers(), mem_limit=LIMIT, engine=engine)):
+        torch.manual_seed(3)
+        x = torch.randn(64, 32, requires_grad=True)
+        y = model(x)
+        seen = []
+        y.register_hook(lambda gradient, seen=seen: seen.append(gradient.detach().clone()))
+        if retains:
+            y.retain_grad()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().mean() + slope.square().sum()).backward()
+        found.append([*seen, y.grad if retains else y.detach()])
+    assert len(found[0]) == len(found[1]) == 3
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])

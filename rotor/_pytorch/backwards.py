@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,3 +72,40 @@ def outside_transforms() -> Iterator[None]:
 
 version_kept: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 """Context in which writes to a tensor leave its version as it was."""
+
+
+@contextmanager
+def hooks_moved(tensor: torch.Tensor, newer: torch.Tensor) -> Iterator[None]:
+    """Have a tensor's hooks called with the gradient of the same value in a newer graph.
+
+    The tensor is joined to that graph inside. It leaves the older one, which would else live as
+    long, unless it is a view or its gradient is retained: PyTorch moves that hook itself, with the
+    part of the gradient that comes by this tensor.
+    """
+    stays = tensor.retains_grad or tensor._is_view()
+    if hooks := tensor._backward_hooks:
+        newer._backward_hooks, tensor._backward_hooks = hooks, None
+        if stays:
+            newer._backward_hooks = OrderedDict(hooks)
+            hooks.clear()  # They would be called with None.
+        if newer.grad_fn is not None:
+            newer.grad_fn._register_hook_dict(newer)
+    retained = tensor.grad if tensor.retains_grad else None
+    if not stays:
+        tensor.detach_()
+    yield
+    if tensor.retains_grad:
+        tensor.grad = retained
+        reference, before = weakref.ref(tensor), list[torch.Tensor | None]()
+
+        def note(_: torch.Tensor) -> None:
+            if (kept := reference()) is not None:
+                before.append(kept.grad)
+
+        def retain(gradient: torch.Tensor) -> None:
+            if (kept := reference()) is not None:
+                earlier = before.pop() if before else kept.grad
+                kept.grad = gradient if earlier is None else earlier + gradient
+
+        tensor.register_hook(note)
+        newer.register_hook(retain)

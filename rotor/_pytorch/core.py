@@ -510,13 +510,14 @@ class _BackwardEnd:
     undone when the callback returns. The engine drops its callbacks after that, on failure too.
     """
 
-    def __init__(self, done: Callable[[], object], failed: Callable[[], object] | None) -> None:
-        self._next: Callable[[], object] | None = failed
-        self._done = done
+    _next: Callable[[], object] | None
+
+    def __init__(self, done: Callable[[], object], failed: Any, at_once: bool) -> None:
+        self._next, self._done, self._at_once = failed, done, at_once
 
     def __call__(self) -> None:
         self._next = self._done
-        if not profiler_enabled_here():
+        if self._at_once or not profiler_enabled_here():
             self._run()
 
     def _run(self) -> None:
@@ -529,20 +530,22 @@ class _BackwardEnd:
 
 
 def at_end_of_backward(
-    done: Callable[[], object], failed: Callable[[], object] | None = None
+    done: Callable[[], object], failed: Callable[[], object] | None = None, *, at_once: bool = False
 ) -> None:
     """Have `done` called when the running backward has finished, `failed` if it raises.
 
     Either is called outside the backward where a profiler is on in this thread, so that it may end
-    it; otherwise `done` is called as the backward's last act. An exception raised by either is
-    reported as unraisable.
+    it; otherwise, and `at_once`, `done` is called as the backward's last act. An exception raised
+    by either is reported as unraisable.
 
     Raises
     ------
     RuntimeError
         No backward is running.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed))
+    torch.autograd.Variable._execution_engine.queue_callback(
+        _BackwardEnd(done, failed, at_once=at_once)
+    )
 
 
 def check_after_backward(check: Callable[[], object]) -> None:

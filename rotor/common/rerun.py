@@ -407,9 +407,10 @@ class _Joined(Function):
 
 def _join(tensor: torch.Tensor | None, newer: torch.Tensor) -> None:
     """Have what is computed of a tensor from now on be differentiated through a newer graph."""
-    if tensor is not None and tensor._version == 0 and newer.requires_grad:
-        with backwards.version_kept(tensor):
-            _Joined.apply(tensor, newer)
+    if tensor is None or tensor._version or not newer.requires_grad:
+        return
+    with backwards.version_kept(tensor), backwards.hooks_moved(tensor, newer):
+        _Joined.apply(tensor, newer)
 
 
 def _let_go(tensors: Iterable[torch.Tensor]) -> list[Any]:

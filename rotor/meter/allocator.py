@@ -469,7 +469,8 @@ class _DeviceMeter(Meter):
 
     def at_end_of_backward(self, done: Callable[[], object], failed: Callable[[], object]) -> None:
         if self._trace is None:
-            super().at_end_of_backward(done, failed)
+            # Another's profiler may be on in this thread, which goes on.
+            core.at_end_of_backward(done, failed, at_once=True)
         elif core.profiler_enabled_here():
             main_thread.at_return_of_backward(self._note_end, done, failed)
         else:
