@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-__all__ = ["LINALG_CHECK", "forget_compiled", "is_effect", "is_token"]
+from rotor._pytorch.casts import cast_once
+from rotor._pytorch.looped import keep_whole
+
+__all__ = ["LINALG_CHECK", "as_eager", "forget_compiled", "is_effect", "is_token"]
 
 LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
 """Operator that raises the errors of others, which are among their results."""
+
+
+def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiler of dynamo's graphs that has them compute as eager PyTorch does."""
+
+    def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                keep_whole(part)
+                cast_once(part)
+        return compiler(module, inputs)
+
+    return compiled
 
 
 def is_effect(node: Any) -> bool:

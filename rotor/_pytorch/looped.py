@@ -6,13 +6,12 @@ here, from the same inputs, by PyTorch's own code: with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["with_whole_loops"]
+__all__ = ["keep_whole"]
 
 _LIBRARY = torch.library.Library("rotor_looped", "FRAGMENT")
 _LIBRARY.define("householder_product(Tensor input, Tensor tau) -> Tensor")
@@ -51,21 +50,10 @@ torch.library.register_autograd(
 )
 
 
-def with_whole_loops(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiler of dynamo's graphs that replaces such operators in them first."""
-
-    def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        # Autocast knows none of our operators.
-        if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            for part in module.modules():
-                if isinstance(part, fx.GraphModule):
-                    _keep_whole(part)
-        return compiler(module, inputs)
-
-    return compiled
-
-
-def _keep_whole(module: fx.GraphModule) -> None:
+def keep_whole(module: fx.GraphModule) -> None:
+    """Replace such operators in a graph of dynamo's; autocast knows none of ours."""
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return
     found = [
         node
         for node in module.graph.nodes

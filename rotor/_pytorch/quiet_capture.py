@@ -74,6 +74,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         Random numbers that the captured code draws.
     """
     from torch._dynamo import config, convert_frame
+    from torch._functorch import config as of_backwards
 
     names = [name for name in dir(logging.Logger) if not name.startswith("_")]
     ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
@@ -93,6 +94,8 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     with (
         convert_frame.compile_lock,  # Code captured by another thread would see what is patched.
         settings,
+        # A backward is outside of the autocast of its forward.
+        of_backwards.patch(backward_pass_autocast="off"),
         warnings.catch_warnings(),
         _requires_grad_set_in_forward(),
         _answered_by(branches),

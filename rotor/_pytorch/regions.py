@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import core
+from rotor._pytorch import captures, core
 from rotor._pytorch import region_guards as guards
 from rotor._pytorch.lean_tracing import alone, graph_module, laid_out_as, lean_traces, relaid
-from rotor._pytorch.looped import with_whole_loops
 
 __all__ = [
     "MARK",
@@ -426,7 +425,7 @@ def joint_graph(
     compiler = core.aot_backend(partition, no_backward, no_backward, no_backward, decompositions)
     try:
         with tracing(TracingContext(_mode())):
-            with_whole_loops(compiler)(body, list(inputs))
+            captures.as_eager(compiler)(body, list(inputs))
     except _Traced as traced:
         return None if traced.outputs < 0 else (traced.module, traced.outputs)
     return None

@@ -31,7 +31,6 @@ from rotor._pytorch import (
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
 from rotor._pytorch.lean_tracing import graph_module
-from rotor._pytorch.looped import with_whole_loops
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import release, reported
 from rotor.common.generators import SPLIT_BACKWARD
@@ -44,7 +43,7 @@ from rotor.engines.graph.early import Delivery
 from rotor.engines.graph.effects import drop_tokens
 from rotor.engines.graph.emit import StepCode, saved_primals
 from rotor.engines.graph.false_edges import DEVICES, without_memory
-from rotor.engines.graph.folding import Changed, Folding
+from rotor.engines.graph.folding import CastOnce, Changed, Folding
 from rotor.engines.graph.inductor import draw_once
 from rotor.engines.graph.lowering import Lowered, lower
 from rotor.engines.graph.numbers import write_numbers
@@ -249,7 +248,7 @@ class Capture:
             inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,
         )
-        self._compiler = with_whole_loops(compiler)
+        self._compiler = captures.as_eager(compiler)
         self._modes: list[Any] = []
         self.folding: Folding | None = None
         self._unfolded = ""
@@ -350,10 +349,11 @@ class Capture:
                 except (Unplanned, NothingToPlan):
                     raise
                 except Exception as error:
-                    known = isinstance(getattr(error, "inner_exception", None), CaptureError)
-                    if known or not folding.was_tried:
+                    inner = getattr(error, "inner_exception", None)
+                    if isinstance(inner, CaptureError) or not folding.was_tried:
                         raise
-                    self.unfold("a trace of one of them failed")
+                    is_sharing = isinstance(inner, CastOnce)
+                    self.unfold(str(inner) if is_sharing else "a trace of one of them failed")
                 return self._call(module, *args, **kwargs)
 
     @staticmethod

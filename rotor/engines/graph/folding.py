@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor._pytorch import core, regions
+from rotor._pytorch import casts, core, regions
 from rotor._pytorch.lean_tracing import new_call
 from rotor.engines.graph.alike import Alike, Slot, Watch, alike_modules, own_slots
 from rotor.engines.graph.identities import TABLE, Table
@@ -47,6 +47,10 @@ _SLOT = "rotor_slot"
 
 class Changed(Exception):
     """Signal that a module is no longer like the one that was traced in its place."""
+
+
+class CastOnce(Exception):
+    """Signal that alike modules have to be traced together."""
 
 
 class _Stacks:
@@ -263,6 +267,8 @@ class Folding:
         graph = regions.copied(graph)
         calls = list(filter(regions.is_region, graph.graph.nodes))
         prefixes = self._complete(graph, calls)
+        if casts.has_casts_for_several(calls):
+            raise CastOnce("autocast casts a weight of theirs once for several uses")
         taken, given = self._inputs(graph, examples)
         compiled = self._compiled(graph, calls, prefixes, given)
         if not taken:

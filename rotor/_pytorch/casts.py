@@ -1,0 +1,106 @@
+"""Weights that autocast casts once for several uses, by its cache, in graphs that are traced.
+
+A trace has no such cache: it would cast a weight anew for each use, and add the gradients of the
+uses in the weight's own precision, where eager PyTorch adds them in the lower one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import fx
+
+__all__ = ["cast_once", "has_casts_for_several"]
+
+_NAMES = ("matmul", "mm", "bmm", "addmm", "conv_tbc", "prelu")
+_CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)]
+_FUNCTIONS = {getattr(torch, name) for name in (*_NAMES, *_CONVOLUTIONS)} | {
+    torch._C._nn.linear,
+    operator.matmul,
+}
+"""Functions whose arguments autocast casts to the lower precision, on every device."""
+
+
+class _Casting(NamedTuple):
+    """Autocast at a node.
+
+    Attributes
+    ----------
+    dtypes
+        Lower precision by kind of device, where it is on.
+    region
+        Number of the outermost contexts that have ended: the cache is emptied there.
+    """
+
+    dtypes: dict[str, torch.dtype]
+    region: int
+
+
+def cast_once(module: fx.GraphModule) -> None:
+    """Write a cast into a graph for each weight that eager PyTorch would cast for several uses."""
+    if not torch.is_autocast_cache_enabled():
+        return
+    uses: dict[Any, list[fx.Node]] = {}
+    for node, casting in _nodes(module.graph):
+        if node.target in _FUNCTIONS or (node.op == "call_method" and node.target in _NAMES):
+            for weight in node.all_input_nodes:
+                value = weight.meta.get("example_value")
+                dtype = casting.dtypes.get(value.device.type) if _is_cached(value) else None
+                if dtype is not None:
+                    uses.setdefault((weight, dtype, casting.region), []).append(node)
+    several = {key: nodes for key, nodes in uses.items() if len(nodes) > 1}
+    for (weight, dtype, _), nodes in several.items():
+        with module.graph.inserting_before(nodes[0]):
+            cast = module.graph.call_method("to", (weight, dtype))
+        cast.meta = {**nodes[0].meta, "example_value": weight.meta["example_value"].to(dtype)}
+        for node in nodes:
+            node.replace_input_with(weight, cast)
+    if several:
+        module.recompile()
+
+
+def has_casts_for_several(parts: Iterable[fx.Node]) -> bool:
+    """Return whether autocast may cast a weight once for a part of a graph and for other nodes."""
+    if not torch.is_autocast_cache_enabled():
+        return False
+    weights = {node for part in parts for node in part.all_input_nodes}
+    return any(
+        len(weight.users) > 1 and _is_cached(value) and torch.is_autocast_enabled(value.device.type)
+        for weight in weights
+        if (value := weight.meta.get("example_value")) is not None
+    )
+
+
+def _is_cached(value: object) -> TypeGuard[torch.Tensor]:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+    )
+
+
+def _nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, _Casting]]:
+    """Yield the nodes of a graph with the autocast that they run in."""
+    kinds = ("cpu", "cuda", "xpu", "mps")
+    around = {
+        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
+    }
+    entered: dict[fx.Node, dict[str, torch.dtype]] = {}
+    dtypes, region = around, 0
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            entered[node] = dtypes
+            kind, dtype, is_on, _ = node.args
+            dtypes = {**dtypes, kind: dtype or torch.get_autocast_dtype(kind)}
+            if not is_on:
+                del dtypes[kind]
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            dtypes = entered.pop(node.args[0])
+            region += not (entered or around)
+        else:
+            yield node, _Casting(dtypes, region)
