@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from statistics import median_low
 from typing import Any
 
@@ -22,7 +23,7 @@ from rotor._pytorch import devices
 from rotor.algorithms.sequence import Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
-from rotor.common.generators import autocast_off
+from rotor.common.generators import autocast_off, casts_are_shared
 from rotor.common.places import Saved
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
 from rotor.common.undisturbed import gradients_aside, trial
@@ -32,7 +33,7 @@ from rotor.engines.chain.merge import frozen_prefix, merge_stages
 from rotor.engines.chain.observe import Observation, copied_buffers, named, observe
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.schedule import FE, FN, Schedule
-from rotor.engines.chain.stages import Stage
+from rotor.engines.chain.stages import Stage, shared_parameters
 from rotor.meter import allocator
 from rotor.meter.step_meter import check_idle
 
@@ -400,6 +401,7 @@ def measure(
     check_idle(device)
     if device.type != "cpu":
         gc.collect()  # Counters of the device would take what is freed later for a stage's.
+    stages = _with_shared_casts(stages, device)
     roots = [root for stage in stages for root in named(stage)]
     if loss_fn is not None:
         roots.append(("loss_fn", loss_fn))
@@ -438,3 +440,18 @@ def measure(
             loss_ns=loss_ns,
             reasons={i: s.reason() for i, s in enumerate(seen) if s.reason()},
         )
+
+
+def _with_shared_casts(stages: Sequence[Stage], device: torch.device) -> list[Stage]:
+    """Merge the stages between uses of a weight that autocast casts once for all of them.
+
+    Their gradients are added in the lower precision, within one backward.
+    """
+    merged = list(stages)
+    if casts_are_shared(device.type):
+        for shared in shared_parameters(stages):
+            using = [i for i, stage in enumerate(merged) if shared in map(id, stage.parameters())]
+            merged[using[0] : using[-1] + 1] = [
+                reduce(Stage.merged_with, merged[using[0] : using[-1] + 1])
+            ]
+    return merged

@@ -10,6 +10,7 @@ import torch
 
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
+from rotor.common.generators import casts_are_shared
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
 from rotor.common.undisturbed import Untriable
@@ -130,6 +131,9 @@ class PartsEngine(MeteredEngine):
             raise CannotPlan(CaptureError(f"{reason}\nNor can parts be found: {error}")) from None
         if found is None:
             raise CannotPlan(CaptureError(reason))
+        if casts_are_shared(device.type) and found.has_shared_parameters(module):
+            together = "autocast casts a weight once for a captured part and for other code"
+            raise CannotPlan(CaptureError(f"{reason}\nNor can parts be found: {together}"))
         pieces = self.pieces[key] = found if old is None else found.with_earlier(old)
         warn_unrepeatable(self.context, pieces.graphs())
         self.announce(pieces, reason)

@@ -149,6 +149,16 @@ class Pieces(Parts):
         """Return the options of each piece."""
         return [site.kind.options(site.is_held) for site in self.sites]
 
+    def has_shared_parameters(self, model: nn.Module) -> bool:
+        """Return whether a captured call has a parameter that other code of the model uses too."""
+        calls = [module for site in self.sites for module, _ in site.calls]
+        inside = {inner for module in calls for inner in module.modules()}
+        uses = Counter(p for module in calls for p in module.parameters())
+        for module in model.modules():
+            if module not in inside:
+                uses.update(module.parameters(recurse=False))
+        return any(uses[p] > 1 for module in calls for p in module.parameters())
+
     @property
     def offload(self) -> Offload | None:  # type: ignore[override]
         """Second tier of the model; ``None`` without one."""
