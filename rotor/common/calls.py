@@ -181,6 +181,11 @@ class PlainValues:
 
     __slots__ = ("inputs", "reads", "values")
 
+    @classmethod
+    def of(cls, measured: Sequence[Any]) -> PlainValues:
+        """Return those of a kind of step; none where ranks compare all values."""
+        return next((part for part in measured if isinstance(part, cls)), cls({}, Reads()))
+
     def __init__(self, values: dict[int, Any], reads: Reads) -> None:
         self.values, self.reads = values, reads
         self.inputs: frozenset[int] = frozenset()

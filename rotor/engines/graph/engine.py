@@ -175,7 +175,8 @@ class GraphEngine(MeteredEngine):
         arguments = (args, kwargs, call.targets)
         if self.settings.offload is not None:
             check_device(self.settings.offload.tier, self.context.device_of(call))
-        inputs = self._inputs(key)
+        values = PlainValues.of(key.measured)
+        inputs = values.inputs
         reason = "a number among the arguments changes" if inputs else self._one_shape_reason()
         if self.follows_shapes and reason:
             self.sizing.alone(key, arguments, reason)
@@ -194,7 +195,6 @@ class GraphEngine(MeteredEngine):
                 capture, found = self._captured(loss_fn, call, numbers)
             except CaptureError as error:
                 if inputs:
-                    values = key.measured[2]
                     values.reads.keep_constant(inputs)
                     values.inputs = frozenset()
                     release(error)
@@ -212,12 +212,6 @@ class GraphEngine(MeteredEngine):
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
-
-    @staticmethod
-    def _inputs(key: Key) -> frozenset[int]:
-        """Return the leaves of a call that are numbers, and inputs of its code."""
-        values = key.measured[2]
-        return values.inputs if isinstance(values, PlainValues) else frozenset()
 
     def _new_capture(self, numbers: Collection[str] = ()) -> Capture:
         return Capture(fresh(_call), self.backend, branches=self._branches, numbers=numbers)
@@ -289,10 +283,7 @@ class GraphEngine(MeteredEngine):
 
     def _note_reads(self, key: Key, captured: Captured | None, call: Call) -> None:
         """Note which numbers and texts among the arguments a capture, if there is one, reads."""
-        # Ranks compare all values: their keys say no more.
-        values = key.measured[2] if self.context.peers.ranks is None else None
-        if not isinstance(values, PlainValues):
-            return
+        values = PlainValues.of(key.measured)
         arguments = (*call.arguments, call.targets)
         expressions = leaf_expressions(arguments)
         read = [k for k in values.values if captured and captured.reads(expressions[k])]
@@ -538,8 +529,8 @@ class GraphEngine(MeteredEngine):
             self._profiled(plan.key, capture, reached, call, loss_captured=loss_captured)
             raise PlanAgain from reached
         except CaptureError as error:
-            if inputs := self._inputs(plan.key):
-                plan.key.measured[2].reads.keep_constant(inputs)
+            values = PlainValues.of(plan.key.measured)
+            values.reads.keep_constant(values.inputs)
             raise CannotPlan(error) from None
         if meter is not None and capture.ran is not plan.step.captured:
             meter.cancel()
