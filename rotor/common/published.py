@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
+
+from rotor.common.frames import warn_caller
 
 __all__ = ["WithoutCounterpart", "warn_of_ignored"]
 
@@ -31,12 +32,9 @@ class WithoutCounterpart:
         )
 
 
-def warn_of_ignored(name: str, options: Iterable[str], reason: str, stacklevel: int) -> None:
+def warn_of_ignored(name: str, options: Iterable[str], reason: str) -> None:
     """Warn of published options that have no effect, if any are given."""
-    ignored = sorted(options)
+    ignored = ", ".join(sorted(options))
     if ignored:
-        warnings.warn(
-            f"{name} takes these published options, and they have no effect: "
-            f"{', '.join(ignored)}. {reason}",
-            stacklevel=stacklevel + 1,
-        )
+        text = f"{name} takes these published options, and they have no effect: {ignored}. {reason}"
+        warn_caller(text, UserWarning)

@@ -344,7 +344,6 @@ class Rockmate(Checkpointable):
             type(self).__name__,
             _WITHOUT_EFFECT & options.keys(),
             "Plans are made in bytes, for the whole step, and nothing is offloaded",
-            2,
         )
         given = (*(top_solvers or ()), *(bottom_solvers or ()), *(list_solvers or ()))
         algorithms, seconds = chosen(given)

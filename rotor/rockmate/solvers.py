@@ -39,7 +39,7 @@ class Solver:
             raise TypeError(f"unknown option {unknown[0]!r} of {name}, expected {expected}")
         self.time_limit: float | None = options.pop("time_limit", None)
         given = options if mem_unit is None else {**options, "mem_unit": mem_unit}
-        warn_of_ignored(name, given, "Plans are made in bytes, for the whole step", 2)
+        warn_of_ignored(name, given, "Plans are made in bytes, for the whole step")
 
 
 class HILP(Solver):
