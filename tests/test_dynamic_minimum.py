@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 import re
@@ -163,76 +162,3 @@ def steps(model: nn.Module, x: torch.Tensor) -> None:
     for _ in range(3):
         model.zero_grad()
         model(x).square().mean().backward()
-
-
-class Stem(nn.Module):
-    """Model most of whose memory is the result of its first layers, of a part that counts calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 48, 7, 2, 3), nn.BatchNorm2d(48), nn.ReLU())
-        self.rest = nn.Sequential(nn.MaxPool2d(4), nn.Conv2d(48, 16, 1), nn.Tanh())
-        self.calls = 0
-        self.seen: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        y = self.rest(self.stem(x))
-        self.seen.append(y.detach().mean())
-        return y
-
-
-@pytest.mark.parametrize("part", [0.05, 0.3, 0.45])
-@pytest.mark.parametrize("has_gradients", [False, True])
-@pytest.mark.parametrize("make", [Stem, attention, MODELS["linear"][0], Loop])
-@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
-def test_the_limit_that_is_named_is_near_what_plain_steps_need(
-    make: Callable[[], nn.Module], has_gradients: bool, part: float
-) -> None:
-    shapes = {Stem: (2, 3, 64, 64), attention: (8, 32, 32), Loop: (16, 30, 32)}
-    shape = shapes.get(make, (256, 64))
-    x = torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
-    net = make()
-    net(x).square().mean().backward()
-    if not has_gradients:
-        net.zero_grad()
-    with memory.meter("cpu") as meter:
-        net(x).square().mean().backward()
-    if not has_gradients:
-        net.zero_grad()
-    state = copy.deepcopy(net.state_dict())
-    calls, seen = getattr(net, "calls", 0), list(getattr(net, "seen", []))
-    model = rotor.Checkpointable(net, mem_limit=int(meter.peak_bytes * part), engine="dynamic")
-    refused = None
-    try:
-        model(x).square().mean().backward()
-    except rotor.InfeasibleError as error:
-        refused = error
-    if refused is None:
-        assert part > 0.1
-        return
-    assert refused.minimum_bytes <= 1.3 * meter.peak_bytes
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, state[name])
-    assert all(parameter.grad is None for parameter in net.parameters()) != has_gradients
-    assert getattr(net, "calls", 0) - calls <= 1
-    assert all(map(torch.equal, seen, getattr(net, "seen", [])))
-
-
-def test_the_limit_that_is_named_is_an_estimate_where_values_decide() -> None:
-    class Choosing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-                if x.sum().item() > 1e9:
-                    return x
-            return x
-
-    model = rotor.Checkpointable(Choosing(), mem_limit=150_000, engine="dynamic")
-    with pytest.raises(rotor.InfeasibleError) as caught:
-        steps(model, torch.ones(256, 64))
-    assert caught.value.minimum_bytes > 150_000

@@ -23,7 +23,6 @@ __all__ = [
     "NEW_MAXIMUM",
     "NOISE_BYTES",
     "NOISE_SHARE",
-    "PLAIN_MARGIN",
     "PROOF_SHARE",
     "SCALARS",
     "SCALAR_BYTES",
@@ -111,9 +110,6 @@ In a backward that computes values again, each waits for others, and holds what 
 
 HELD_MARGIN = 8
 """Part of the peak without any eviction that is added to it where it is the estimate."""
-
-PLAIN_MARGIN = 5
-"""Part of the tensors of a plain step that is added for the workspaces of its operators."""
 
 SCRAPS_BYTES = 4096
 """Most room of the dynamic engine for numbers that PyTorch turns into tensors and keeps."""

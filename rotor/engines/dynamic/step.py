@@ -25,7 +25,6 @@ from rotor.common.accounting import (
     ESTIMATE_MARGIN,
     HELD_MARGIN,
     LOSS_GRADIENTS,
-    PLAIN_MARGIN,
     SCRAPS_BYTES,
 )
 from rotor.common.frames import warn_caller
@@ -37,7 +36,6 @@ from rotor.common.substitutes import substituted
 from rotor.common.tensor_trees import output_tensors, replaced, tree_tensors
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
-from rotor.engines.dynamic.plain_need import plain_need
 from rotor.engines.dynamic.undo import Undo
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
@@ -117,7 +115,6 @@ class BudgetedStep:
         self._theirs: list[torch.Tensor] = []
         self._mine: list[weakref.ref[torch.Tensor]] = []
         self._call: Callable[..., Any] = tuple
-        self._plain: tuple[Callable[..., Any], Any] | None = None
         self._places_of_results: list[int] = []
         self._arrivals: Arrivals | None = None
         self._least_bytes = 0
@@ -164,7 +161,6 @@ class BudgetedStep:
         InfeasibleError
             The limit cannot be kept. Parameters, buffers and the random state are as before.
         """
-        self._plain = call, value
         outer, own = _own_inputs(value)
         inner = list(own.values())
         self._undo.inputs = tree_tensors(value)
@@ -431,7 +427,6 @@ class BudgetedStep:
         self._edges = None
         self._outputs = []
         self._asked = []
-        self._plain = None
         self._watched = []
         self._undo.clear()
         _paused.discard(self)
@@ -485,13 +480,6 @@ class BudgetedStep:
         traceback.clear_frames(error.__traceback__)
         minimum = self._estimate(error)
         self.undo()
-        if self._plain is not None:
-            need = plain_need(self._modules[0], *self._plain, self.session.device)
-            if need is not None:
-                # The gradients of the outputs are counted in it already.
-                beside = max(self.session.outside_bytes - self.gradient_bytes, 0)
-                need += need // PLAIN_MARGIN + SCRAPS_BYTES + beside
-                minimum = max(min(minimum, need), error.minimum_bytes)
         additions = self.session.additions
         added = additions.added if additions is not None else 0
         self.release()
