@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import fx
 
+from rotor._pytorch import devices
+
 __all__ = ["cast_once", "has_casts_for_several"]
 
 _NAMES = ("matmul", "mm", "bmm", "addmm", "conv_tbc", "prelu")
@@ -86,7 +88,7 @@ def _is_cached(value: object) -> TypeGuard[torch.Tensor]:
 
 def _nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, _Casting]]:
     """Yield the nodes of a graph with the autocast that they run in."""
-    kinds = ("cpu", "cuda", "xpu", "mps")
+    kinds = {"cpu", devices.accelerator_in_use().type}
     around = {
         kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
     }

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rotor._pytorch import devices
+
 __all__ = ["keep_whole"]
 
 _LIBRARY = torch.library.Library("rotor_looped", "FRAGMENT")
@@ -52,7 +54,7 @@ torch.library.register_autograd(
 
 def keep_whole(module: fx.GraphModule) -> None:
     """Replace such operators in a graph of dynamo's; autocast knows none of ours."""
-    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+    if any(map(torch.is_autocast_enabled, {"cpu", devices.accelerator_in_use().type})):
         return
     found = [
         node
