@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch.casts import cast_once
+from rotor._pytorch.casts import autocast_dtypes, cast_once
 from rotor._pytorch.looped import keep_whole
 
 __all__ = ["LINALG_CHECK", "as_eager", "forget_compiled", "is_effect", "is_token"]
@@ -21,9 +21,11 @@ def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiler of dynamo's graphs that has them compute as eager PyTorch does."""
 
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        in_autocast = bool(autocast_dtypes())
         for part in module.modules():
             if isinstance(part, fx.GraphModule):
-                keep_whole(part)
+                if not in_autocast:
+                    keep_whole(part)
                 cast_once(part)
         return compiler(module, inputs)
 

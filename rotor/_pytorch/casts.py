@@ -15,7 +15,7 @@ from torch import fx
 
 from rotor._pytorch import devices
 
-__all__ = ["cast_once", "has_casts_for_several"]
+__all__ = ["autocast_dtypes", "cast_once", "casts_are_shared", "has_casts_for_several"]
 
 _NAMES = ("matmul", "mm", "bmm", "addmm", "conv_tbc", "prelu")
 _CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)]
@@ -39,6 +39,17 @@ class _Casting(NamedTuple):
 
     dtypes: dict[str, torch.dtype]
     region: int
+
+
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    """Return the lower precision by kind of device, where autocast is on."""
+    kinds = {"cpu", devices.accelerator_in_use().type}
+    return {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
+
+
+def casts_are_shared(kind: str) -> bool:
+    """Return whether autocast is on and casts a weight once for all of its uses."""
+    return torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()
 
 
 def cast_once(module: fx.GraphModule) -> None:
@@ -66,11 +77,9 @@ def cast_once(module: fx.GraphModule) -> None:
 
 def has_casts_for_several(parts: Iterable[fx.Node]) -> bool:
     """Return whether autocast may cast a weight once for a part of a graph and for other nodes."""
-    if not torch.is_autocast_cache_enabled():
-        return False
     weights = {node for part in parts for node in part.all_input_nodes}
     return any(
-        len(weight.users) > 1 and _is_cached(value) and torch.is_autocast_enabled(value.device.type)
+        len(weight.users) > 1 and _is_cached(value) and casts_are_shared(value.device.type)
         for weight in weights
         if (value := weight.meta.get("example_value")) is not None
     )
@@ -88,10 +97,7 @@ def _is_cached(value: object) -> TypeGuard[torch.Tensor]:
 
 def _nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, _Casting]]:
     """Yield the nodes of a graph with the autocast that they run in."""
-    kinds = {"cpu", devices.accelerator_in_use().type}
-    around = {
-        kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)
-    }
+    around = autocast_dtypes()
     entered: dict[fx.Node, dict[str, torch.dtype]] = {}
     dtypes, region = around, 0
     for node in graph.nodes:

@@ -543,9 +543,7 @@ def at_end_of_backward(
     RuntimeError
         No backward is running.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(
-        _BackwardEnd(done, failed, at_once=at_once)
-    )
+    torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed, at_once))
 
 
 def check_after_backward(check: Callable[[], object]) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import devices
-
 __all__ = ["keep_whole"]
 
 _LIBRARY = torch.library.Library("rotor_looped", "FRAGMENT")
@@ -53,9 +51,7 @@ torch.library.register_autograd(
 
 
 def keep_whole(module: fx.GraphModule) -> None:
-    """Replace such operators in a graph of dynamo's; autocast knows none of ours."""
-    if any(map(torch.is_autocast_enabled, {"cpu", devices.accelerator_in_use().type})):
-        return
+    """Replace such operators in a graph of dynamo's; not in autocast, which knows none of ours."""
     found = [
         node
         for node in module.graph.nodes

@@ -116,11 +116,6 @@ def autocast_of(kind: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def casts_are_shared(kind: str) -> bool:
-    """Return whether autocast is on and casts a weight once for all of its uses."""
-    return torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()
-
-
 @contextmanager
 def autocast_off(device_type: str) -> Iterator[None]:
     """Disable autocast where it is enabled, as it is during a backward."""

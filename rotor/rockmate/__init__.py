@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -372,21 +373,28 @@ class Rockmate(Checkpointable):
 
     # -- planning
 
+    @contextmanager
+    def _trying(self, changes: Mapping[str, Any]) -> Iterator[None]:
+        """Change settings; put them back if no plan is made inside."""
+        settings = vars(self._driver.settings)
+        before = {name: settings[name] for name in changes}
+        settings.update(changes)
+        try:
+            yield
+        except BaseException:
+            settings.update(before)
+            raise
+
     def compute_sequence(self, *args: Any, **kwargs: Any) -> Program | None:
         """Compute the program under a limit of the whole step, as `Checkpointable` does.
 
         With a limit, `budget` is forgotten; without one, it is `get_sequence`.
         """
-        before, settings = self.budget, cast(_Budgeted, self._driver.settings)
         given = [*args[:1], kwargs.get("custom_mem_limit_bytes"), kwargs.get("mem_limit")]
-        if any(limit is not None for limit in given):
-            settings.budget = None
-        try:
+        is_limited = any(limit is not None for limit in given)
+        with self._trying({"budget": None} if is_limited else {}):
             found: Program | None = super().compute_sequence(*args, **kwargs)
             return found
-        except BaseException:
-            settings.budget = before
-            raise
 
     def get_sequence(self, budget: float | str | None = None) -> Program | None:
         """Plan the following steps within a budget, by default the one given before.
@@ -406,15 +414,9 @@ class Rockmate(Checkpointable):
         ValueError
             Nothing was measured; InfeasibleError (a ValueError) if no plan was found.
         """
-        before, settings = self.budget, cast(_Budgeted, self._driver.settings)
-        if budget is not None:
-            settings.budget = _budget_bytes(budget)
-        try:
+        with self._trying({} if budget is None else {"budget": _budget_bytes(budget)}):
             found: Program | None = super().compute_sequence()
             return found
-        except BaseException:
-            settings.budget = before
-            raise
 
     def solve_sched(
         self,
@@ -446,15 +448,8 @@ class Rockmate(Checkpointable):
             A solver is none.
         """
         del recursive
-        settings = cast(_Budgeted, self._driver.settings)
-        before = settings.solvers
-        if list_solvers:
-            settings.solvers, _ = chosen(list_solvers)
-        try:
+        with self._trying({"solvers": chosen(list_solvers)[0]} if list_solvers else {}):
             return self.get_sequence(budget)
-        except BaseException:
-            settings.solvers = before
-            raise
 
     def get_compiled_fct(self) -> None:
         """Compile the plan now instead of in the first step; ValueError: no plan was made."""

@@ -20,10 +20,11 @@ import torch
 
 from rotor import _core, timing
 from rotor._pytorch import devices
+from rotor._pytorch.casts import casts_are_shared
 from rotor.algorithms.sequence import Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
-from rotor.common.generators import autocast_off, casts_are_shared
+from rotor.common.generators import autocast_off
 from rotor.common.places import Saved
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
 from rotor.common.undisturbed import gradients_aside, trial

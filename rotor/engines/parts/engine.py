@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from rotor._pytorch.casts import casts_are_shared
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
-from rotor.common.generators import casts_are_shared
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import output_tensors
 from rotor.common.undisturbed import Untriable
