@@ -1,17 +1,22 @@
-"""Second backwards of forwards that depend on Python's state: it is as in the first forward."""
+"""Second backwards: in the state of the first forward, within the limit, or told in numbers."""
 
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from zoo.cases import BATCH, WIDTH, Residual
+from zoo.judge import covers
 from zoo.programs import Looped
 
 import rotor
+from rotor import memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 
@@ -63,3 +68,84 @@ def test_it_uses_the_state_of_the_first_forward(
     kind: type[nn.Module], engine: str, factor: str
 ) -> None:
     assert results(kind, factor, engine) == pytest.approx(results(kind, factor, None), rel=1e-5)
+
+
+class Noisy(Residual):
+    """A block with a generator of its own, and a small buffer that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(1)
+        self.register_buffer("seen", torch.zeros(4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(x + torch.randn(x.shape, generator=self.noise))
+
+
+def once(out: torch.Tensor) -> None:
+    out.square().mean().backward()
+
+
+def twice(out: torch.Tensor) -> None:
+    loss = out.square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def thrice(out: torch.Tensor) -> None:
+    loss = torch.softmax(out, 1).log().square().sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def by_two_losses(out: torch.Tensor) -> None:
+    first, second = out.square().mean(), out.exp().abs().sum()
+    first.backward(retain_graph=True)
+    second.backward()
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[kind() for _ in range(4)])
+
+
+def peak_bytes(
+    model: nn.Module, net: nn.Module, backward: Callable[[torch.Tensor], None], skipped: int
+) -> int:
+    """Return the largest peak of three steps after some others."""
+    peaks = []
+    for _ in range(skipped + 3):
+        net.zero_grad()
+        x = torch.randn(BATCH, WIDTH)
+        with memory.meter("cpu") if len(peaks) >= skipped else nullcontext() as meter:
+            backward(model(x))
+        peaks.append(0 if meter is None else meter.peak_bytes)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+@pytest.mark.parametrize("backward", [once, twice, thrice, by_two_losses])
+@pytest.mark.parametrize("kind", [Residual, Noisy])
+def test_the_dynamic_engine_has_room_for_each_backward_and_for_copies(
+    kind: type[nn.Module], backward: Callable[[torch.Tensor], None], share: float
+) -> None:
+    net = made(kind)
+    limit = int(share * peak_bytes(net, net, backward, 0))
+    model = rotor.Checkpointable(net, mem_limit=limit, engine="dynamic")
+    assert peak_bytes(model, net, backward, 3) <= limit
+
+
+@pytest.mark.parametrize("backward", [twice, by_two_losses])
+@pytest.mark.parametrize("engine", ["chain", "graph"])
+def test_a_warning_covers_a_backward_beside_what_a_step_keeps(
+    engine: str, backward: Callable[[torch.Tensor], None]
+) -> None:
+    net = made(Residual)
+    limit = int(0.7 * peak_bytes(net, net, once, 0))
+    model = rotor.Checkpointable(net, mem_limit=limit, engine=engine)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        peak = peak_bytes(model, net, backward, 3)
+    assert covers([str(w.message) for w in caught], peak)

@@ -216,6 +216,12 @@ class Rerun:
         self.arguments = set(map(id, tensors))
         self._is_used = self._is_over = False
 
+    def copies(self) -> list[torch.Tensor]:
+        """Return the tensors that were made to keep the state."""
+        draws = [] if self._surroundings is None else self._surroundings.draws
+        values = [*self._before.values(), *(draw.args[-1] for draw in draws)]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
     def is_wanted(self, given: Iterable[torch.Tensor | None], *, repeats: bool = False) -> bool:
         """Return whether the running backward is one that a plan cannot give.
 

@@ -157,9 +157,11 @@ class StepSession(Session):
         """Bytes in memory now, above the level at the beginning."""
         return int(self._book.counters()["current_bytes"])
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was made outside for as long as it lives."""
-        self._see_fresh(tensor)
+    def count(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Count tensors that were made outside for as long as they live."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._see_parts(tensor)
 
     # -- results to which Python refers
 

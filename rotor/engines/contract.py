@@ -232,6 +232,8 @@ class Context:
         Latest plan, made or run; kind of the latest step, measured or run.
     warned
         Topics of the warnings so far.
+    rerun_bytes
+        Largest need of a backward without a plan that a warning has named.
     is_stepping
         True while a training step is planned and its forward runs.
     """
@@ -247,6 +249,7 @@ class Context:
     latest: Any = None
     latest_key: Key | None = None
     warned: set[str] = field(default_factory=set)
+    rerun_bytes: int = 0
     is_stepping: bool = False
 
     def warn(self, topic: str, text: str) -> None:

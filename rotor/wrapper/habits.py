@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from rotor._pytorch import core, devices
+from rotor.common.accounting import is_new_maximum
+from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context
+from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.meter.step_meter import cancel_running
 from rotor.units import exact_bytes
@@ -137,31 +140,34 @@ def warn_of_measuring(context: Context, limit_bytes: int, peak_bytes: int) -> No
         )
 
 
-def rerun_notes(context: Context, limit_bytes: int, is_pending: Callable[[], bool]) -> StepNotes:
+def rerun_notes(context: Context, plan: Any, is_pending: Callable[[], bool]) -> StepNotes:
     """Return notes for parts of a step that a backward may run again without a plan.
 
     Parameters
     ----------
-    context, limit_bytes
-        Context of the model, and the limit of the step.
+    context, plan
+        Context of the model, and the plan of the step.
     is_pending
-        Function that tells whether the step itself, which may take all of the limit, keeps values.
+        Function that tells whether the step itself keeps values: as much as its limit, or what a
+        step under its plan was seen to need.
     """
 
     def report(needed_bytes: int, is_kept: bool) -> None:
         # Such a step says nothing about the plan.
         cancel_running()
         is_beside = is_kept or is_pending()
-        most_bytes = needed_bytes + limit_bytes * is_beside
-        if most_bytes > limit_bytes:
+        limit_bytes = plan.limit_bytes
+        most_bytes = needed_bytes + max(limit_bytes, plan.most_bytes_seen) * is_beside
+        if is_new_maximum(most_bytes, limit_bytes, context.rerun_bytes):
+            context.rerun_bytes = most_bytes
             beside = f", {exact_bytes(needed_bytes)} of them beside what it kept" * is_beside
-            context.warn(
-                "rerun",
+            warn_caller(
                 "a backward that no plan gives ran the model's forward again, in plain autograd: "
                 "gradients of gradients (create_graph=True), of inputs before those of "
                 f"parameters, batched ones, or a second backward. The step needed "
                 f"{exact_bytes(most_bytes)} at most{beside}, and the limit is "
                 f"{exact_bytes(limit_bytes)}",
+                MemoryLimitWarning,
             )
 
     return StepNotes(context.settings.preserve_rng_state, report)

@@ -115,6 +115,7 @@ class BudgetedStep:
         self._theirs: list[torch.Tensor] = []
         self._mine: list[weakref.ref[torch.Tensor]] = []
         self._call: Callable[..., Any] = tuple
+        self._room: Callable[[BudgetedStep], tuple[int, int]] = lambda _: (0, 0)
         self._places_of_results: list[int] = []
         self._arrivals: Arrivals | None = None
         self._least_bytes = 0
@@ -131,7 +132,7 @@ class BudgetedStep:
         self.session.count_rests()
         dispatch.watch_backwards()
         self._ended = ended
-        self.session.count(self._undo.random_state)
+        self.session.count([self._undo.random_state])
 
     # -- forward
 
@@ -169,6 +170,8 @@ class BudgetedStep:
         held: list[torch.Tensor] = []
         self.session.note_results(inner)
         self._references = Counter({id(t): count for t, count in self.session.held()})
+        self.session.count(() if rerun is None else rerun.copies())
+        self._room = room
         try:
             with self.session.running(), _OwnCasts(), substituted(value, own) as mine:
                 output = call(*mine)
@@ -342,6 +345,9 @@ class BudgetedStep:
             self.gradient_bytes = allocator.storage_bytes(g for g in known if g is not None)
             self._backward_began(self)
             self._backward_began = None
+        elif not is_batched:
+            # Those of the first backward were known, and are gone.
+            self.session.count(gradients)
         self._phase = "backward"
         keeps = core.keeps_graph()
         try:
@@ -375,7 +381,8 @@ class BudgetedStep:
             found = additions.finish(asked, made)
             del made
             if keeps:
-                self.session.leave_room(0, 0)
+                # The loss's part of another backward.
+                self.session.leave_room(self._room(self)[0], 0)
         except BudgetError as error:
             raise self._failed(error) from error
         except RecomputationError as error:
