@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -91,8 +92,9 @@ def reported(error: BaseException) -> str:
 def fold(error: BaseException) -> None:
     """Take our frames out of the traceback of an error in the caller's model.
 
-    The frame that raised stays, and so does the first one. An error in our own code that no frame
-    of the model has led to keeps all frames, unless it is an `InfeasibleError`.
+    The frame that raised stays, and so does the first one; the others lose their variables. An
+    error in our own code that no frame of the model has led to keeps all frames, unless it is an
+    `InfeasibleError`.
 
     Parameters
     ----------
@@ -111,16 +113,15 @@ def fold(error: BaseException) -> None:
     if not model and not isinstance(error, InfeasibleError):
         return
     begin = model[0] if model else len(inner)
-    kept = [
-        trace
-        for k, trace in enumerate(inner)
-        if k + 1 == len(inner)
-        or not (_is_ours(trace.tb_frame.f_code) or (k < begin and _is_hidden(trace)))
-    ]
     last = first
-    for trace in kept:
-        last.tb_next = trace
-        last = trace
+    for k, trace in enumerate(inner):
+        is_ours = _is_ours(trace.tb_frame.f_code)
+        if k + 1 == len(inner) or not (is_ours or (k < begin and _is_hidden(trace))):
+            last.tb_next = last = trace
+        elif is_ours:
+            # A frame whose variable refers to the error would keep all frames, and their tensors.
+            with contextlib.suppress(RuntimeError):  # A frame that still runs.
+                trace.tb_frame.clear()
     last.tb_next = None
 
 

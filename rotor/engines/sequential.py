@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor._pytorch import core
+from rotor.common.frames import release
 from rotor.common.undisturbed import Untriable, training_flags_kept
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.chain.measures import Inspection
@@ -285,12 +286,13 @@ class SequentialEngine(ChainEngine):
         try:
             chain = super().plan(key, limit_bytes, reserve_bytes, is_strict=is_strict)
         except InfeasibleError as error:
+            release(error)
             refusal = error
         self._compared.pop(key, None)
         slower = recomputation_of(chain)
         if self._agreed(slower <= WORTH or self._is_asked_for_chain(key)):
             if refusal is not None:
-                raise refusal
+                raise InfeasibleError(*refusal.args)
             return chain
         prediction = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
         offers = [_Offer("chain", chain, slower, prediction)]
@@ -302,7 +304,7 @@ class SequentialEngine(ChainEngine):
         possible = [offer for offer in offers if offer.plan is not None]
         if not possible:
             assert least is not None
-            raise least
+            raise InfeasibleError(*least.args)
         number = self._agreed(offers.index(min(possible, key=lambda offer: offer.slower)))
         chosen = offers[number]
         self._compared[key] = Comparison(chosen.name, {o.name: o.prediction for o in offers})
@@ -350,6 +352,7 @@ class SequentialEngine(ChainEngine):
             prediction = known[key.measured] = _first_line(refused.error)
             return _Offer(name, None, _NEVER, prediction), None
         except InfeasibleError as error:
+            release(error)
             return _Offer(name, None, _NEVER, _infeasible(error)), error
         if plan.engine == "graph":
             slower = plan.program.slowdown - 1

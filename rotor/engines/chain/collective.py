@@ -32,6 +32,7 @@ __all__ = [
     "joined",
     "measuring",
     "plan_once",
+    "share_loss",
     "with_final_reduce",
 ]
 
@@ -217,6 +218,15 @@ def _joined(measures: Sequence[StageMeasure]) -> StageMeasure:
 
 def _mean(numbers: Sequence[int]) -> int:
     return sum(numbers) // len(numbers)
+
+
+def share_loss(ranks: Ranks, learned_loss: dict[Any, int], measured: Any) -> None:
+    """Take the largest need of the loss that any rank saw."""
+    learned = learned_loss.get(measured)
+    found = ranks.exchange_ints(learned is not None, learned or 0)
+    known = [size for is_known, size in found if is_known]
+    if known:
+        learned_loss[measured] = max(known)
 
 
 def plan_once(

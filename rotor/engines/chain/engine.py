@@ -24,11 +24,11 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
 from rotor.engines.chain.around import attach_chain
 from rotor.engines.chain.fitted import described, inferred
-from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch
+from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch, watch_output
 from rotor.engines.chain.measure import Measuring, measure
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import Observation
-from rotor.engines.chain.plan import Plan, executor_bytes, loss_reserve, make_chain_plan
+from rotor.engines.chain.plan import Plan, loss_reserve, make_chain_plan, with_executor
 from rotor.engines.chain.proofs import StepProof
 from rotor.engines.chain.published import (
     LoadedSequence,
@@ -66,6 +66,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         Stages, by name and as modules; in their measured form after measuring.
     inspection_values
         Latest measure, ``None`` before one.
+    held
+        Kinds of steps whose output a caller was seen to hold until the end of the backward.
     """
 
     name: ClassVar[str] = "chain"
@@ -92,6 +94,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self._inspections: dict[Any, Inspection] = {}
         self._fitted: set[Any] = set()
         self._loaded: dict[Any, Schedule] = {}
+        self.held: set[Any] = set()
 
     def check(self) -> None:
         """Raise if costs of operations are given, which chains do not take."""
@@ -320,7 +323,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         """Return the cost model of the latest measure; raise ValueError before one."""
         return self.build_chain()
 
-    def _chain(self, key: Key, loss_bytes: int | None = None) -> Chain:
+    def _chain(
+        self, key: Key, loss_bytes: int | None = None, *, holds_output: bool = True
+    ) -> Chain:
         inspection = known_growth(self.watches, self._inspections[key.measured])
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = self._flags.lacking_gradient(key.absent)
@@ -342,7 +347,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             loss_bytes = loss_reserve(inspection, self.settings.loss_tmp_memory_usage)
         return inspection.chain(
             loss_tmp_bytes=loss_bytes,
-            hold_output=inspection.loss_peak_bytes is None,
+            hold_output=holds_output and inspection.loss_peak_bytes is None,
             rng=self.settings.preserve_rng_state,
             missing=missing,
             sums=sums,
@@ -384,7 +389,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if not isinstance(self.settings.mem_slots, DefaultSlots):
             options.setdefault("mem_slots", self.settings.mem_slots)
         if ranks is not None:
-            self._share_loss(key.measured)
+            collective.share_loss(ranks, self.context.learned_loss, key.measured)
         chain = self._chain(key)
         plain_tail = self._sharding is None
 
@@ -410,6 +415,21 @@ class ChainEngine(PublishedChain, MeteredEngine):
             and inspection.loss_peak_bytes is None
             and key.measured not in self._loaded
         )
+
+        def plan_with(*, holds_output: bool) -> Plan:
+            chain_of = partial(self._chain, key, holds_output=holds_output)
+            if not is_guessed:
+                return plan_under(limit_bytes, reserve_bytes, chain_of())
+            guess = chain.loss_tmp_bytes
+            plan, reserved = plan_with_guess(
+                lambda loss: plan_under(limit_bytes, reserve_bytes, chain_of(loss)),
+                guess,
+                limit_bytes,
+                min(guess, 0),
+            )
+            plan.short_bytes = guess - reserved
+            return plan
+
         if ranks is not None:
             plan = collective.plan_once(
                 ranks,
@@ -420,17 +440,17 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 inspection,
                 plain_tail=plain_tail,
             )
-        elif is_guessed:
-            guess = chain.loss_tmp_bytes
-            plan, reserved = plan_with_guess(
-                lambda loss: plan_under(limit_bytes, reserve_bytes, self._chain(key, loss)),
-                guess,
-                limit_bytes,
-                min(guess, 0),
-            )
-            plan.short_bytes = guess - reserved
         else:
-            plan = plan_under(limit_bytes, reserve_bytes)
+            may_drop = self.settings.engine == self.name and key.measured not in self.held
+            refusals: list[Any] = []
+            for holds_output in (True, False) if may_drop else (True,):
+                try:
+                    plan = plan_with(holds_output=holds_output)
+                    break
+                except InfeasibleError as error:
+                    refusals.append(error.args)
+            else:
+                raise InfeasibleError(*refusals[0])
         logger.info(
             "planned %d stages: predicted peak %s of %s, %.4g s a step, %d stages recomputed",
             len(plan.chain),
@@ -440,15 +460,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
             len(plan.schedule.recomputed),
         )
         return plan
-
-    def _share_loss(self, measured: Any) -> None:
-        """Take the largest need of the loss that any rank saw."""
-        assert self.context.peers.ranks is not None
-        learned = self.context.learned_loss.get(measured)
-        found = self.context.peers.ranks.exchange_ints(learned is not None, learned or 0)
-        known = [size for is_known, size in found if is_known]
-        if known:
-            self.context.learned_loss[measured] = max(known)
 
     def result(self, plan: Plan) -> Schedule:
         """Return the schedule of a plan."""
@@ -461,22 +472,10 @@ class ChainEngine(PublishedChain, MeteredEngine):
         with progress(1, "computing the curve") as update:
             find = getattr(self.algorithm, "curve", partial(curve_of_solutions, self.algorithm))
             curve = find(chain, progress=update)
-        most, least = (
-            executor_bytes(
-                inspection,
-                [count] * len(chain),
-                rng=self.settings.preserve_rng_state,
-                verified=self.settings.verify != "off",
-            )
-            + self._collective_bytes(inspection)
-            for count in (3, 1)
-        )
-        limits = curve.bytes - chain.x_bytes[0] + most
-        if curve.seconds[-1] <= chain.ideal_time:
-            limits[-1] += least - most
-        useful = limits < limits[-1]
-        useful[-1] = True
-        return Curve(limits[useful], curve.seconds[useful]), inspection.device
+        own = self._collective_bytes(inspection)
+        rng, verified = self.settings.preserve_rng_state, self.settings.verify != "off"
+        curve = with_executor(curve, chain, inspection, own, rng=rng, verified=verified)
+        return curve, inspection.device
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> Plan:
         """Return the plan of a saved schedule; plans for other gradients follow it too."""
@@ -524,6 +523,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         output = attach_chain(output, rerun, plan.inspection.stages, plan.schedule, x)
         if (observer := meter or watch) is not None:
             observer.forward_done(output)
+        if not plan.holds_output:
+            watch_output(self, plan, output)
 
         def is_pending() -> bool:
             return any(run is not None and not run.is_done() for run in [ref() for ref in runs])
@@ -610,7 +611,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if plan.inspection.loss_peak_bytes is not None:
             return plan.chain.loss_tmp_bytes
         # Another step may hold the output longer than this one did.
-        released = 0 if step.output_held else plan.inspection.output_bytes
+        counts = plan.holds_output and not step.output_held
+        released = plan.inspection.output_bytes if counts else 0
         return step.loss_bytes + released - plan.inspection.output_grad_bytes
 
     def repriced(self, plan: Plan) -> int:

@@ -21,8 +21,9 @@ from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import kept_bytes
 from rotor.engines.chain.stages import Stage
 from rotor.meter.watch import note_peak, warn_excess
+from rotor.units import exact_bytes
 
-__all__ = ["StageWatch", "can_vary", "grown", "known_growth", "stage_watch"]
+__all__ = ["StageWatch", "can_vary", "grown", "known_growth", "stage_watch", "watch_output"]
 
 Growth = dict[int, tuple[int, int]]
 """Bytes by stage that were kept, and given, beyond the measured ones."""
@@ -220,3 +221,43 @@ def _learn_growth(engine: Any, plan: Any, watch: StageWatch) -> None:
         plan.outdated = True
         names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
         warn_excess(plan, peak, names)
+
+
+def watch_output(engine: Any, plan: Any, output: Any) -> None:
+    """Learn at the end of the backward if the caller holds the output, for which there is no room.
+
+    Parameters
+    ----------
+    engine
+        Chain engine, which plans no such step again.
+    plan
+        Plan of the step, made without the output.
+    output
+        The model's output.
+    """
+    watched = [tensor for tensor in tree_tensors(output) if tensor.requires_grad]
+    storages = [core.storage_reference(tensor) for tensor in watched]
+    myself = weakref.ref(engine)
+
+    def finish() -> None:
+        found = myself()
+        if found is not None and not all(storage.expired() for storage in storages):
+            _learn_held(found, plan)
+
+    for tensor in watched[:1]:
+        tensor.register_hook(lambda _: core.at_end_of_backward(finish))
+
+
+def _learn_held(engine: Any, plan: Any) -> None:
+    engine.held.add(plan.key.measured)
+    peak = engine.repriced(plan)
+    note_peak(plan, peak)
+    if peak > plan.limit_bytes:
+        plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+        plan.outdated = engine.context.is_current(plan)
+        engine.context.warn(
+            "held",
+            f"a step needed {exact_bytes(peak)}, and the limit is {exact_bytes(plan.limit_bytes)}: "
+            "the model's output was held until the end of the backward, and no schedule has room "
+            "for it. Delete the output before the backward, or raise the limit",
+        )

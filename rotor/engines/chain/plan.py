@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, solved
 from rotor.chain import Chain
 from rotor.common.accounting import assumed_loss_bytes, generator_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
+from rotor.common.frames import release
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.schedule import Schedule
@@ -83,6 +85,11 @@ class Plan(Metered):
         return kept.peak_bytes - self.chain.x_bytes[0]
 
     @property
+    def holds_output(self) -> bool:
+        """True if the caller's output has room in the backward, or a captured loss consumes it."""
+        return self.chain.hold_output or self.inspection.loss_peak_bytes is not None
+
+    @property
     def loss_room_bytes(self) -> int | None:
         """Bytes for the caller's loss and the gradient it makes; ``None``: it is captured."""
         if self.inspection.loss_peak_bytes is not None:
@@ -142,6 +149,39 @@ def executor_bytes(
         made = sum(count * len(m.flags) for m, count in measures if count > 1)
         kept += proof_bytes(inspection.device, made)
     return kept
+
+
+def with_executor(
+    curve: Curve,
+    chain: Chain,
+    inspection: Inspection,
+    own_bytes: int,
+    *,
+    rng: bool,
+    verified: bool,
+) -> Curve:
+    """Return a chain's curve by limits, which hold what the executor keeps beside the chain.
+
+    Parameters
+    ----------
+    curve, chain, inspection
+        Step time against the chain's budget, the chain, and its measured stages.
+    own_bytes
+        Bytes kept beside the needs of the chain and the executor.
+    rng, verified
+        As in `executor_bytes`.
+    """
+    n = len(chain)
+    most, least = (
+        executor_bytes(inspection, [count] * n, rng=rng, verified=verified) + own_bytes
+        for count in (3, 1)
+    )
+    limits = curve.bytes - chain.x_bytes[0] + most
+    if curve.seconds[-1] <= chain.ideal_time:
+        limits[-1] += least - most
+    useful = limits < limits[-1]
+    useful[-1] = True
+    return Curve(limits[useful], curve.seconds[useful])
 
 
 def _most_compared(inspection: Inspection) -> int:
@@ -298,6 +338,7 @@ def _make_chain_plan(
         try:
             plan = solve(own)
         except InfeasibleError as error:
+            release(error)
             refusal = error
             continue
         if fits(plan) and own == fewest:
@@ -308,5 +349,5 @@ def _make_chain_plan(
             waiting.append(plan.executor_bytes)
     if found is None:
         assert refusal is not None
-        raise refusal
+        raise InfeasibleError(*refusal.args)
     return found
