@@ -391,7 +391,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if ranks is not None:
             collective.share_loss(ranks, self.context.learned_loss, key.measured)
         chain = self._chain(key)
-        plain_tail = self._sharding is None
 
         def plan_under(limit_bytes: int, reserved: int, chain: Chain = chain) -> Plan:
             with progress(1, "computing the schedule") as update:
@@ -405,7 +404,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                     options=options,
                     progress=update,
                     collective_bytes=self._collective_bytes(inspection),
-                    plain_tail=plain_tail,
+                    plain_tail=self._sharding is None,
                     verify=self.settings.verify,
                 )
 
@@ -438,12 +437,12 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 reserve_bytes,
                 chain,
                 inspection,
-                plain_tail=plain_tail,
+                plain_tail=self._sharding is None,
             )
         else:
             may_drop = self.settings.engine == self.name and key.measured not in self.held
-            refusals: list[Any] = []
-            for holds_output in (True, False) if may_drop else (True,):
+            refusals = []
+            for holds_output in (True, False)[: 1 + may_drop]:
                 try:
                     plan = plan_with(holds_output=holds_output)
                     break
@@ -611,9 +610,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if plan.inspection.loss_peak_bytes is not None:
             return plan.chain.loss_tmp_bytes
         # Another step may hold the output longer than this one did.
-        counts = plan.holds_output and not step.output_held
-        released = plan.inspection.output_bytes if counts else 0
-        return step.loss_bytes + released - plan.inspection.output_grad_bytes
+        is_released = plan.holds_output and not step.output_held
+        more = is_released * plan.inspection.output_bytes - plan.inspection.output_grad_bytes
+        return step.loss_bytes + more
 
     def repriced(self, plan: Plan) -> int:
         """Return the peak of a plan's schedule with the latest costs."""
