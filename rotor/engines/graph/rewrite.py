@@ -10,6 +10,8 @@ weights, which stay, may come late.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable
 from operator import getitem
 from typing import Any
@@ -23,14 +25,17 @@ __all__ = ["as_in_eager", "normalise_as_in_eager", "split_convolutions"]
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_STEPS = 1 << 49
+"""Steps to which a reciprocal of a reciprocal is rounded, to be the first number again."""
 
 
 def as_in_eager() -> dict[Any, Callable[..., Any]]:
     """Return decompositions that keep the operators that eager PyTorch runs.
 
-    Dropout on a CPU multiplies by a mask that is scaled in the type of its input. Traced, it is
-    ``native_dropout``, whose backward scales in float32: the same in that, other bits below.
-    Where everything is dropped, eager PyTorch draws no random numbers.
+    Dropout on a CPU multiplies by a mask that is divided in the type of its input. Traced, it is
+    ``native_dropout``, which multiplies by the reciprocal: in float32, many rates give other bits,
+    and in types below its backward does. Where everything is dropped, eager PyTorch draws no
+    random numbers.
     """
     aten = torch.ops.aten
     return {
@@ -40,17 +45,41 @@ def as_in_eager() -> dict[Any, Callable[..., Any]]:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    if p != 1 or not train:
+    if p == 1 and train:
+        mask = torch.ones_like(x, dtype=torch.bool)
+        return x.mul(torch.zeros((), dtype=x.dtype, device=x.device)), mask
+    if not train or x.device.type != "cpu" or x.dtype != torch.float32 or _is_exact(1 - p):
         return NotImplemented
-    return x.mul(torch.zeros((), dtype=x.dtype, device=x.device)), torch.ones_like(
-        x, dtype=torch.bool
-    )
+    mask = torch.ops.aten.bernoulli.p(torch.zeros_like(x, dtype=torch.bool), 1 - p)
+    return x.mul(mask).mul(_quotient(1 - p)), mask
 
 
 def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
-    if gradient.device.type != "cpu" or gradient.dtype not in _LOW_PRECISION:
+    if gradient.device.type != "cpu" or not scale:
         return NotImplemented
-    return gradient * mask.to(gradient.dtype).mul(scale)
+    fraction, exponent = math.frexp(1 / scale)
+    kept = math.ldexp(round(fraction * _STEPS) / _STEPS, exponent)
+    if gradient.dtype in _LOW_PRECISION:
+        return gradient * mask.to(gradient.dtype).mul(_quotient(kept))
+    if gradient.dtype != torch.float32 or _is_exact(kept):
+        return NotImplemented
+    return gradient.mul(mask).mul(_quotient(kept))
+
+
+def _single(number: float) -> float:
+    """Return a number as float32 holds it."""
+    found: float = struct.unpack("f", struct.pack("f", number))[0]
+    return found
+
+
+def _quotient(kept: float) -> float:
+    """Return the reciprocal of a share, as it is computed in float32."""
+    return _single(1 / _single(kept))
+
+
+def _is_exact(kept: float) -> bool:
+    """Return whether the reciprocal, rounded to float32, is the same."""
+    return _quotient(kept) == _single(1 / kept)
 
 
 def split_convolutions(module: fx.GraphModule) -> int:
