@@ -117,7 +117,7 @@ class RequiresGradients(nn.Module):
             x.requires_grad = True
         else:
             x.requires_grad_()
-        return self.layers(x)
+        return self.layers(x) if (2 * x).requires_grad else x
 
 
 @pytest.mark.parametrize("how", ["attribute", "method"])
@@ -126,6 +126,53 @@ def test_a_forward_that_sets_requires_grad(how):
     x = torch.randn(4, 8)
     check_training(RequiresGradients(how), x)
     assert not x.requires_grad
+
+
+def test_a_buffer_filled_from_values_that_were_asked_for_gradients():
+    class Fills(RequiresGradients):
+        def forward(self, x):
+            x = x.mul(2).requires_grad_()
+            filled = torch.zeros_like(x)
+            filled.copy_(self.layers(x))
+            return filled
+
+    torch.manual_seed(0)
+    check_training(Fills("method"), torch.randn(4, 8))
+
+
+class Asks(RequiresGradients):
+    """Has a value require gradients that the caller sees, as for saliency."""
+
+    def forward(self, x):
+        seen = x if self.how == "input" else x * 2
+        if self.how == "attribute":
+            seen.requires_grad = True
+        else:
+            seen.requires_grad_(requires_grad=True)
+        derived = seen[:, :1] if self.how == "derived" else seen
+        self.kept = (seen, derived)
+        return self.layers(seen)
+
+
+@pytest.mark.filterwarnings("ignore:no single graph:rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("how", ["input", "attribute", "method", "derived"])
+def test_values_that_are_asked_for_gradients_have_them_after_the_call(how):
+    torch.manual_seed(0)
+    plain = Asks(how)
+    chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit=10**9)
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        for model in (plain, chk):
+            given = x.clone()
+            model(given).square().sum().backward()
+            assert given.requires_grad == (how == "input")
+        for found, expected in zip(chk.kept, plain.kept, strict=True):
+            assert found.requires_grad
+            assert found.is_leaf == expected.is_leaf
+        assert torch.equal(chk.kept[0].grad, plain.kept[0].grad)
+        assert torch.equal(chk.layers[0].weight.grad, plain.layers[0].weight.grad)
+    with pytest.raises(rotor.CaptureError, match=r"requires?[ _]grad"):
+        rotor.Checkpointable(Asks(how), mem_limit=10**9, engine="graph")(x)
 
 
 class ManyOutputs(nn.Module):

@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from rotor._pytorch import core
+from rotor._pytorch.asked_gradients import check_outputs
 from rotor._pytorch.casts import autocast_dtypes, cast_once
 from rotor._pytorch.looped import keep_whole
 
-__all__ = ["LINALG_CHECK", "as_eager", "forget_compiled", "is_effect", "is_token"]
+__all__ = ["LINALG_CHECK", "as_eager", "check", "forget_compiled", "is_effect", "is_token"]
+
+_REQUIRED = (
+    "_dynamo.callback.callback_handler.register_end_callback",
+    "_dynamo.callback.callback_handler.register_start_callback",
+    "_dynamo.config.ignore_logging_functions",
+    "_dynamo.config.reorderable_logging_functions",
+    "_dynamo.convert_frame.compile_lock",
+    "_dynamo.eval_frame.cached_backends",
+    "_dynamo.eval_frame.remove_from_cache",
+    "_dynamo.guards.GuardBuilder.ID_MATCH",
+    "_dynamo.guards.install_guard",
+    "_dynamo.source.RandomValueSource",
+    "_dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table",
+    "_dynamo.variables.ConstantVariable.create",
+    "_dynamo.variables.SkipFunctionVariable.call_function",
+    "_dynamo.variables.TensorVariable.as_proxy",
+    "_dynamo.variables.builder.VariableBuilder._wrap",
+    "_dynamo.variables.builtin.BuiltinVariable",
+    "_dynamo.variables.tensor.TensorVariable.call_method",
+    "_dynamo.variables.torch.TorchInGraphFunctionVariable.call_function",
+    "_dynamo.variables.torch.tracing_state_functions",
+    "_functorch._aot_autograd.descriptors.BackwardTokenAOTInput",
+    "_functorch._aot_autograd.descriptors.ForwardTokenAOTInput",
+    "_functorch.config.backward_pass_autocast",
+    "_higher_order_ops.effects.with_effects",
+)
 
 LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
 """Operator that raises the errors of others, which are among their results."""
+
+
+def check() -> None:
+    """Raise ImportError if a private name that every capture needs is missing."""
+    importlib.import_module("torch._dynamo.convert_frame")
+    core.check(_REQUIRED)
 
 
 def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiler of dynamo's graphs that has them compute as eager PyTorch does."""
 
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        check_outputs(module.graph)
         in_autocast = bool(autocast_dtypes())
         for part in module.modules():
             if isinstance(part, fx.GraphModule):

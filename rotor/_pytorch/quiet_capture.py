@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rotor._pytorch import asked_gradients
 from rotor._pytorch.constant_branches import constant_branches
 from rotor._pytorch.draws import Draws
 
@@ -63,8 +64,7 @@ class Branches:
 def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
 
-    ``requires_grad_`` of inputs within a forward is ignored: gradients of parameters do not
-    depend on it. Garbage is left to the caller.
+    Garbage is left to the caller.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         # A backward is outside of the autocast of its forward.
         of_backwards.patch(backward_pass_autocast="off"),
         warnings.catch_warnings(),
-        _requires_grad_set_in_forward(),
+        asked_gradients.noted(),
         _answered_by(branches),
         constant_branches(),
         _interpolation_of_eager(),
@@ -237,38 +237,3 @@ def _unordered_settings() -> Iterator[None]:
         yield
     finally:
         setattr(utils, name, written)
-
-
-@contextmanager
-def _requires_grad_set_in_forward() -> Iterator[None]:
-    from torch._dynamo.variables import builtin
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    # The class and the name of its method differ between versions.
-    owner = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
-    name = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
-    set_attribute = getattr(owner, name)
-    require = TensorVariable.method_requires_grad_
-
-    def quiet_set_attribute(self: Any, tx: Any, obj: Any, attribute: Any, value: Any) -> Any:
-        if (
-            isinstance(obj, TensorVariable)
-            and attribute.is_python_constant()
-            and attribute.as_python_constant() == "requires_grad"
-            and value.is_python_constant()
-            and value.as_python_constant() is True
-        ):
-            return value
-        return set_attribute(self, tx, obj, attribute, value)
-
-    def quiet_require(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-        asked = requires_grad if isinstance(requires_grad, bool) else requires_grad.value
-        return self if asked else require(self, tx, requires_grad)
-
-    try:
-        setattr(owner, name, quiet_set_attribute)
-        TensorVariable.method_requires_grad_ = quiet_require  # type: ignore[method-assign]
-        yield
-    finally:
-        setattr(owner, name, set_attribute)
-        TensorVariable.method_requires_grad_ = require  # type: ignore[method-assign]
