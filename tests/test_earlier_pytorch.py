@@ -1,4 +1,4 @@
-"""What PyTorch 2.11 does otherwise than 2.13, with any version."""
+"""What other versions of PyTorch do otherwise than 2.13, with any version."""
 
 from __future__ import annotations
 
@@ -127,4 +127,18 @@ def test_an_expanded_output_has_gradients_of_each_element():
     chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="1GiB", engine="graph", verbosity=0)
     for model in (chk, plain):
         (model(BATCH) * factors).sum().backward()
+    assert torch.equal(chk.layers[0].weight.grad, plain.layers[0].weight.grad)
+
+
+def test_a_name_that_captures_lack_is_named_with_the_versions_that_have_it(monkeypatch):
+    monkeypatch.delattr("torch._dynamo.convert_frame.compile_lock")
+    chk = rotor.Checkpointable(Tanhs(), mem_limit="1GiB", engine="graph", verbosity=0)
+    words = r"PyTorch \d.*lacks torch._dynamo.convert_frame.compile_lock. It works with PyTorch 2"
+    with pytest.raises(ImportError, match=words):
+        chk(BATCH)
+    plain = Tanhs()
+    chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="1GiB", verbosity=0)
+    with pytest.warns(rotor.MemoryLimitWarning, match=words):
+        chk(BATCH).sum().backward()
+    plain(BATCH).sum().backward()
     assert torch.equal(chk.layers[0].weight.grad, plain.layers[0].weight.grad)

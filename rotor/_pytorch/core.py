@@ -436,7 +436,7 @@ def dump_snapshot(path: Path) -> None:
 
 # -- required names
 
-SUPPORTED = "PyTorch 2.11 to 2.13"
+SUPPORTED = "PyTorch 2.11 to 2.14"
 
 _REQUIRED = (
     "_C._current_graph_task_id",

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor._pytorch import core
+
 __all__ = ["GLOBAL_HOOKS", "global_hooks", "in_autocast", "kernel_choices"]
 
 _CHOICES = ("math_sdp", "flash_sdp", "mem_efficient_sdp", "cudnn_sdp", "cudnn", "mkldnn")
+core.check(f"_C._get_{name}_enabled" for name in _CHOICES)
 _ASKED = [getattr(torch._C, f"_get_{name}_enabled") for name in _CHOICES]
 GLOBAL_HOOKS = [
     getattr(nn.modules.module, f"_global_{name}")

@@ -228,6 +228,7 @@ class Capture:
         branches: quiet_capture.Branches | None = None,
         numbers: Collection[str] = (),
     ) -> None:
+        captures.check()
         self.backend = backend
         self._numbers = frozenset(numbers)
         self._branches = branches or quiet_capture.Branches()
