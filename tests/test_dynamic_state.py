@@ -13,6 +13,7 @@ from torch import nn
 from versions import EXCHANGES
 
 import rotor
+from rotor.errors import InfeasibleError
 
 
 class Layers(nn.Module):
@@ -153,3 +154,54 @@ def test_values_that_hooks_keep_elsewhere_have_gradients(kind: str) -> None:
     expected, found = gradients(None), gradients(620_000)
     assert len(found) == 12
     assert all(map(torch.equal, expected, found))
+
+
+class _Greedy(torch.autograd.Function):
+    """The value itself, with a backward that takes more memory than any limit here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:
+        return given[0] + given[0].new_ones(1 << 22).sum()
+
+
+class OfItsOwn(Layers):
+    """A forward with generators of its own, and a list that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn, self.noise = random.Random(1), torch.Generator().manual_seed(1)
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            self.seen.append(self.drawn.random())
+            x = torch.tanh(layer(x) * self.seen[-1] + torch.rand(64, generator=self.noise))
+        return x
+
+
+def _state(net: nn.Module) -> list[Any]:
+    own: list[Any] = [random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+    own += [getattr(net, name, None) for name in ("steps", "mean")]
+    if isinstance(net, OfItsOwn):
+        own += [net.drawn.getstate(), net.noise.get_state().tolist(), list(net.seen)]
+    return own
+
+
+@pytest.mark.parametrize("kind", [Drawing, Counting, OfItsOwn])
+def test_a_backward_that_does_not_fit_leaves_the_state_before_its_forward(kind: type) -> None:
+    net = kind()
+    model = rotor.Checkpointable(net, mem_limit="2 MiB", engine="dynamic")
+    x = torch.randn(64, 64)
+    model(x).sum().backward()
+    net.layers[3].register_forward_hook(lambda _, __, output: _Greedy.apply(output))
+    before = _state(net)
+    loss = model(x).sum()
+    assert _state(net) != before
+    with pytest.raises(InfeasibleError, match="the backward does not fit"):
+        loss.backward()
+    after = _state(net)
+    assert all(a is b or a == b for a, b in zip(after, before, strict=True))

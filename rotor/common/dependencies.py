@@ -337,24 +337,28 @@ class Record:
     @contextmanager
     def put_back(self, kept: Identities) -> Iterator[None]:
         """Put back what was replaced since, except for `kept` places, for the time of a run."""
-        now = self._places.values()
-        frozen = list(map(_required, self._tensors)) != self._required
-        if _are_equal(now, self._values) and not frozen:
-            yield
-            return
-        undo = self._places.refill_empty()
+        undo: list[Callable[[], object]] = []
         try:
-            for source, before in self._places.by_source(self._values):
-                if (function := source.replaced(before, kept)) is not None:
-                    undo.append(function)
-            for tensor, flag in zip(self._tensors, self._required, strict=True):
-                if tensor.requires_grad != flag and tensor.is_leaf:
-                    undo.append(partial(tensor.requires_grad_, tensor.requires_grad))  # type: ignore[arg-type]
-                    tensor.requires_grad_(flag)
+            self.restore(kept, undo)
             yield
         finally:
             for function in reversed(undo):
                 function()
+
+    def restore(self, kept: Identities, undo: list[Callable[[], object]]) -> None:
+        """Put back what was replaced since for good; add functions that undo it to a list."""
+        now = self._places.values()
+        frozen = list(map(_required, self._tensors)) != self._required
+        if _are_equal(now, self._values) and not frozen:
+            return
+        undo += self._places.refill_empty()
+        for source, before in self._places.by_source(self._values):
+            if (function := source.replaced(before, kept)) is not None:
+                undo.append(function)
+        for tensor, flag in zip(self._tensors, self._required, strict=True):
+            if tensor.requires_grad != flag and tensor.is_leaf:
+                undo.append(partial(tensor.requires_grad_, tensor.requires_grad))
+                tensor.requires_grad_(flag)
 
 
 def _is_leaf(value: Any) -> bool:

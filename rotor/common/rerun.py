@@ -36,7 +36,7 @@ from rotor.common.tensor_trees import (
 )
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial
 
-__all__ = ["STEP", "Rerun", "StepNotes", "Unit", "attach"]
+__all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "attach"]
 
 _FIRST_BYTES = 1 << 16
 """Size up to which a buffer is copied before the first forward, which may write to it."""
@@ -111,7 +111,7 @@ class Unit:
             found[k] = None if values[k] is None else values[k].detach().clone()
         return now, found
 
-    def surroundings(self) -> _Surroundings | None:
+    def surroundings(self) -> Surroundings | None:
         """Return the Python state of a forward that begins; ``None`` once it has proved constant.
 
         Large tensors of an earlier forward are not kept: then there is none either, from then on.
@@ -139,10 +139,10 @@ class Unit:
                 self._latest = None
             if self._constant_steps == _CONSTANT_STEPS:
                 self._dependencies = None
-        return _Surroundings(Record(found), draws)
+        return Surroundings(Record(found), draws)
 
 
-class _Surroundings(NamedTuple):
+class Surroundings(NamedTuple):
     """Python state in which a forward began.
 
     Attributes
@@ -160,9 +160,17 @@ class _Surroundings(NamedTuple):
     def put_back(self) -> Iterator[None]:
         """Put the state back inside; generators stay as they are then."""
         with self.record.put_back(()):
-            for draw in self.draws:
-                draw()
+            self._put_generators_back()
             yield
+
+    def restore(self) -> None:
+        """Put the state and the generators back for good."""
+        self.record.restore((), [])
+        self._put_generators_back()
+
+    def _put_generators_back(self) -> None:
+        for draw in self.draws:
+            draw()
 
 
 def _weakly(value: Any) -> Any:
@@ -195,6 +203,11 @@ class Rerun:
     is_whole
         True for the whole model, whose arguments are the caller's; those of a part live no longer
         than its plan wants.
+
+    Attributes
+    ----------
+    surroundings
+        Python state, until no other backward comes; ``None`` where it is not known, or constant.
     """
 
     def __init__(
@@ -211,14 +224,14 @@ class Rerun:
         self._value = with_tensors(value, tensors if is_whole else _let_go(tensors))
         # The tensors of the states would count as memory of the step.
         self._states = [] if self._rng is None else [s.tobytes() for _, s in self._rng.read()]
-        self._surroundings = unit.surroundings() if self._notes.preserves_rng else None
+        self.surroundings = unit.surroundings() if self._notes.preserves_rng else None
         self._inputs = versions(tensors)
         self.arguments = set(map(id, tensors))
         self._is_used = self._is_over = False
 
     def copies(self) -> list[torch.Tensor]:
         """Return the tensors that were made to keep the state."""
-        draws = [] if self._surroundings is None else self._surroundings.draws
+        draws = [] if self.surroundings is None else self.surroundings.draws
         values = [*self._before.values(), *(draw.args[-1] for draw in draws)]
         return [value for value in values if isinstance(value, torch.Tensor)]
 
@@ -259,7 +272,7 @@ class Rerun:
 
     def _drop(self) -> None:
         """Drop the arguments and states: no other backward comes."""
-        self._value, self._states, self._before, self._surroundings = None, [], {}, None
+        self._value, self._states, self._before, self.surroundings = None, [], {}, None
 
     def output(self, forward: Callable[[Any], Any]) -> Any:
         """Return the result of the part's forward, run again from the same state with a tape.
@@ -282,8 +295,8 @@ class Rerun:
             roots = [(type(module).__name__, module) for module in unit.modules]
             stack.enter_context(trial(roots, (), self._device, is_guarded=False))
             stack.enter_context(generators_kept(unit.modules))
-            if self._surroundings is not None:
-                stack.enter_context(self._surroundings.put_back())
+            if self.surroundings is not None:
+                stack.enter_context(self.surroundings.put_back())
             stack.enter_context(buffers_copied(unit.buffers))
             stack.enter_context(self._autocast)
             stack.enter_context(torch.enable_grad())

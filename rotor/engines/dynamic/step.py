@@ -31,7 +31,7 @@ from rotor.common.frames import warn_caller
 from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
 from rotor.common.references import replace_references
-from rotor.common.rerun import Rerun
+from rotor.common.rerun import Rerun, Surroundings
 from rotor.common.substitutes import substituted
 from rotor.common.tensor_trees import output_tensors, replaced, tree_tensors
 from rotor.dtr.stepping import StepSession
@@ -112,6 +112,7 @@ class BudgetedStep:
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.output_bytes = self.gradient_bytes = 0
         self._rerun: Rerun | None = None
+        self._surroundings: Surroundings | None = None
         self._theirs: list[torch.Tensor] = []
         self._mine: list[weakref.ref[torch.Tensor]] = []
         self._call: Callable[..., Any] = tuple
@@ -170,7 +171,9 @@ class BudgetedStep:
         held: list[torch.Tensor] = []
         self.session.note_results(inner)
         self._references = Counter({id(t): count for t, count in self.session.held()})
-        self.session.count(() if rerun is None else rerun.copies())
+        if rerun is not None:
+            self.session.count(rerun.copies())
+            self._surroundings = rerun.surroundings
         self._room = room
         try:
             with self.session.running(), _OwnCasts(), substituted(value, own) as mine:
@@ -416,8 +419,10 @@ class BudgetedStep:
         return any(step is not self for step in _paused)
 
     def undo(self) -> None:
-        """Restore parameters, buffers, inputs and the random state."""
+        """Restore parameters, buffers, inputs, random states and the modules' Python state."""
         self._undo.run()
+        if self._surroundings is not None:
+            self._surroundings.restore()
         for attributes, before in self._attributes_before:
             for name in [name for name in attributes if name not in before]:
                 del attributes[name]
@@ -435,6 +440,7 @@ class BudgetedStep:
         self._outputs = []
         self._asked = []
         self._watched = []
+        self._surroundings = None
         self._undo.clear()
         _paused.discard(self)
         ended, self._ended = self._ended, None
