@@ -12,6 +12,8 @@ from torch import distributed, nn
 import rotor
 from rotor import memory, timing
 from rotor.fit import batches, search, steps
+from rotor.fit.advice import advise
+from rotor.fit.lengths import cost_of_lengths
 from rotor.fit.search import BatchFit, LargestBatch, largest_batch
 from rotor.meter import allocator
 
@@ -184,6 +186,52 @@ def test_the_search_ends_where_it_is_told():
     assert "ended at batch 20" in str(got)
     assert got.plain is not None
     assert got.plain.batch == 20
+
+
+class Decaying(nn.Module):
+    """Every forward writes to a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.mul_(0.99)
+        return torch.tanh(self.linear(x))
+
+
+class Embedding(nn.Module):
+    """The table is renormalised where it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, max_norm=0.1)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.table(x)))
+
+
+WRITING = {
+    "decay": (lambda: nn.Sequential(Decaying(), Decaying()), lambda: torch.randn(4, 8, 32)),
+    "max_norm": (Embedding, lambda: torch.arange(32).reshape(4, 8) % 16),
+}
+
+
+@pytest.mark.parametrize("kind", WRITING)
+@pytest.mark.parametrize("by", ["largest_batch", "cost_of_lengths", "advise"])
+def test_weights_that_forwards_write_to_stay(kind, by):
+    make, sample = WRITING[kind]
+    model, batch = make(), sample()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if by == "largest_batch":
+        largest_batch(model, batch, "200 KB", max_batch=64, points=1)
+    elif by == "cost_of_lengths":
+        cost_of_lengths(model, batch, {4: 1, 8: 1}, "1 MB", points=2)
+    else:
+        advise(model, (batch,), {})
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_without_timing_the_answer_is_the_same(monkeypatch):

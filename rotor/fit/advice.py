@@ -77,7 +77,7 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         No plan exists.
     """
     device = device_of_call(module, args, kwargs)
-    with batches.unchanged(module, device), warnings.catch_warnings():
+    with batches.unchanged(module, device, (args, kwargs)), warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)
         model = _wrap(module)
         model.measure(*args, **kwargs)

@@ -116,16 +116,41 @@ def sum_of(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let the model train, without gradients at first; restore it at the end."""
+def unchanged(
+    model: nn.Module,
+    device: torch.device,
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+) -> Iterator[None]:
+    """Let the model train, without gradients at first; restore it at the end.
+
+    Parameters
+    ----------
+    model, device
+        The model, and the device of its steps.
+    call
+        Arguments of a forward, which shows the parameters that forwards write to, such as clamped
+        ones: copies of these are kept. ``None``: none are.
+    """
     with (
         trial(model, (), device, is_guarded=False),
-        values_kept(model.buffers()),
         gradients_aside(model.parameters()),
         torch.enable_grad(),
     ):
         model.train()
-        yield
+        written = [] if call is None else _written(model, call, device)
+        with values_kept([*model.buffers(), *written]):
+            yield
+
+
+def _written(
+    model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
+) -> list[nn.Parameter]:
+    """Return the parameters that a forward writes to."""
+    before = [(parameter, parameter._version) for parameter in model.parameters()]
+    with trial(model, call, device) as made, torch.no_grad():
+        args, kwargs = made.arguments
+        model(*args, **kwargs)
+        return [parameter for parameter, version in before if parameter._version != version]
 
 
 def step_bytes(step: Callable[[], object], device: torch.device) -> int:

@@ -244,7 +244,7 @@ def cost_of_lengths(
         return step
 
     rows = []
-    with unchanged(model, device):
+    with unchanged(model, device, batch_of(min(lengths))):
         silent = {"verbosity": -1} | options
         wrapped = Checkpointable(model, mem_limit=limit, engine=engine, **silent)
         for length in _chosen(lengths, points):

@@ -157,7 +157,7 @@ def largest_batch(
             f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "
             "answer is verified by a run, so give a limit that is free"
         )
-    with unchanged(model, device):
+    with unchanged(model, device, batches(multiple_of)[:2]):
         search = _Search(
             model, batches, device, limit, loss_fn, engine, multiple_of, max_batch, options
         )
