@@ -10,6 +10,11 @@ from zoo.programs import HABITS, Program
 
 FAILED = (0, 3, 25, 41, 44, 73, 78, 79)
 """Seeds of programs that failed before."""
+OPEN = {
+    324: "the backward is refused where the forward itself writes to parameters",
+    365: "the backward is refused where the forward itself writes to parameters",
+    439: "hooks of a chain's plain stages get no gradient where a backward runs around the chain",
+}
 QUICK = {*FAILED, 1, 2, 4}
 
 
@@ -19,6 +24,8 @@ def test_there_are_forty_habits() -> None:
 
 def _marked(seed: int) -> object:
     marks = [] if seed in QUICK else [pytest.mark.slow]
+    if seed in OPEN:
+        marks.append(pytest.mark.xfail(reason=OPEN[seed], strict=True))
     return pytest.param(seed, marks=marks)
 
 

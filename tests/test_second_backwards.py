@@ -137,7 +137,7 @@ def test_the_dynamic_engine_has_room_for_each_backward_and_for_copies(
     assert peak_bytes(model, net, backward, 3) <= limit
 
 
-@pytest.mark.parametrize("backward", [twice, by_two_losses])
+@pytest.mark.parametrize("backward", [twice, thrice, by_two_losses])
 @pytest.mark.parametrize("engine", ["chain", "graph"])
 def test_a_warning_covers_a_backward_beside_what_a_step_keeps(
     engine: str, backward: Callable[[torch.Tensor], None]

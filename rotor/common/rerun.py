@@ -55,10 +55,14 @@ class StepNotes(NamedTuple):
     report
         Function of the bytes that a forward which ran again has needed, and of whether a backward
         under the plan has run, and kept its values.
+    report_kept
+        Function of the bytes by which a further backward under the plan begins above the first
+        one, where both keep all values.
     """
 
     preserves_rng: bool = True
     report: Callable[[int, bool], object] = lambda *_: None
+    report_kept: Callable[[int], object] = lambda _: None
 
 
 STEP: ContextVar[StepNotes | None] = ContextVar("step", default=None)
@@ -228,6 +232,7 @@ class Rerun:
         self._inputs = versions(tensors)
         self.arguments = set(map(id, tensors))
         self._is_used = self._is_over = False
+        self._first_level = 0
 
     def copies(self) -> list[torch.Tensor]:
         """Return the tensors that were made to keep the state."""
@@ -265,6 +270,12 @@ class Rerun:
             gradient is not None and backwards.is_batched(gradient) for gradient in given
         )
         is_wanted = is_split or is_used or torch.is_grad_enabled() or is_batched
+        if keeps and not is_wanted:
+            level = devices.level(self._device)
+            if self._is_used:
+                self._notes.report_kept(level - self._first_level)
+            else:
+                self._first_level = level
         self._is_used |= not is_wanted
         if self._is_over and not is_wanted:
             self._drop()
@@ -392,9 +403,9 @@ class Rerun:
             changed.append("an argument")
         if changed:
             raise RuntimeError(
-                f"{changed[0]} of the model was changed in place, or replaced, since its forward, "
-                "and this backward has to run that forward again: change it after the backward, "
-                "or call the model again"
+                f"{changed[0]} of the model was changed in place, or replaced, since its forward "
+                "began, by that forward or after it, and this backward has to run it again: change "
+                "it after the backward, or use the plain model (chk.module) for such a backward"
             )
 
 

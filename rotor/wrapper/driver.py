@@ -549,7 +549,7 @@ class Driver:
                 started.append(meter)
             return meter
 
-        previous = STEP.set(rerun_notes(self.context, plan, self.is_pending))
+        previous = STEP.set(rerun_notes(self.context, engine, plan, self.is_pending))
         try:
             output, self._is_pending = engine.run(plan, call, start)
         except BaseException as error:

@@ -13,7 +13,7 @@ from rotor.common.accounting import is_new_maximum
 from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
 from rotor.common.tensor_trees import output_tensors
-from rotor.engines.contract import Context
+from rotor.engines.contract import Context, Engine
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.meter.step_meter import cancel_running
@@ -140,37 +140,52 @@ def warn_of_measuring(context: Context, limit_bytes: int, peak_bytes: int) -> No
         )
 
 
-def rerun_notes(context: Context, plan: Any, is_pending: Callable[[], bool]) -> StepNotes:
+def rerun_notes(
+    context: Context, engine: Engine, plan: Any, is_pending: Callable[[], bool]
+) -> StepNotes:
     """Return notes for parts of a step that a backward may run again without a plan.
 
     Parameters
     ----------
-    context, plan
-        Context of the model, and the plan of the step.
+    context, engine, plan
+        Context of the model, and the engine and the plan of the step.
     is_pending
         Function that tells whether the step itself keeps values: as much as its limit, or what a
         step under its plan was seen to need.
     """
 
+    def warn(most_bytes: int, cause: str, needed: str) -> None:
+        if is_new_maximum(most_bytes, plan.limit_bytes, context.rerun_bytes):
+            context.rerun_bytes = most_bytes
+            warn_caller(
+                f"{cause}. The step needed {exact_bytes(most_bytes)} at most{needed}, and the "
+                f"limit is {exact_bytes(plan.limit_bytes)}",
+                MemoryLimitWarning,
+            )
+
     def report(needed_bytes: int, is_kept: bool) -> None:
         # Such a step says nothing about the plan.
         cancel_running()
         is_beside = is_kept or is_pending()
-        limit_bytes = plan.limit_bytes
-        most_bytes = needed_bytes + max(limit_bytes, plan.most_bytes_seen) * is_beside
-        if is_new_maximum(most_bytes, limit_bytes, context.rerun_bytes):
-            context.rerun_bytes = most_bytes
-            beside = f", {exact_bytes(needed_bytes)} of them beside what it kept" * is_beside
-            warn_caller(
-                "a backward that no plan gives ran the model's forward again, in plain autograd: "
-                "gradients of gradients (create_graph=True), of inputs before those of "
-                f"parameters, batched ones, or a second backward. The step needed "
-                f"{exact_bytes(most_bytes)} at most{beside}, and the limit is "
-                f"{exact_bytes(limit_bytes)}",
-                MemoryLimitWarning,
+        warn(
+            needed_bytes + max(plan.limit_bytes, plan.most_bytes_seen) * is_beside,
+            "a backward that no plan gives ran the model's forward again, in plain autograd: "
+            "gradients of gradients (create_graph=True), of inputs before those of parameters, "
+            "batched ones, or a second backward",
+            f", {exact_bytes(needed_bytes)} of them beside what it kept" * is_beside,
+        )
+
+    def report_kept(more_bytes: int) -> None:
+        # An engine that decides while a step runs makes room for them.
+        if engine.plans_ahead:
+            warn(
+                (plan.most_bytes_seen or plan.limit_bytes) + more_bytes,
+                "a further backward through a graph that is kept (retain_graph=True) ran beside "
+                "the gradients of the first one",
+                f", {exact_bytes(max(more_bytes, 0))} of them for these",
             )
 
-    return StepNotes(context.settings.preserve_rng_state, report)
+    return StepNotes(context.settings.preserve_rng_state, report, report_kept)
 
 
 def warn_of_checkpointing(context: Context) -> None:
