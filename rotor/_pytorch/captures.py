@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ from rotor._pytorch.asked_gradients import check_outputs
 from rotor._pytorch.casts import autocast_dtypes, cast_once
 from rotor._pytorch.looped import keep_whole
 
-__all__ = ["LINALG_CHECK", "as_eager", "check", "forget_compiled", "is_effect", "is_token"]
+__all__ = [
+    "LINALG_CHECK",
+    "as_eager",
+    "check",
+    "checks_kept",
+    "forget_compiled",
+    "is_effect",
+    "is_token",
+]
 
 _REQUIRED = (
     "_dynamo.callback.callback_handler.register_end_callback",
@@ -39,6 +48,9 @@ _REQUIRED = (
     "_functorch._aot_autograd.descriptors.BackwardTokenAOTInput",
     "_functorch._aot_autograd.descriptors.ForwardTokenAOTInput",
     "_functorch.config.backward_pass_autocast",
+    "_higher_order_ops.effects._EffectType.ORDERED",
+    "_higher_order_ops.effects._get_effect",
+    "_higher_order_ops.effects._register_effectful_op",
     "_higher_order_ops.effects.with_effects",
 )
 
@@ -66,6 +78,21 @@ def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
         return compiler(module, inputs)
 
     return compiled
+
+
+@contextmanager
+def checks_kept() -> Iterator[None]:
+    """Have captures keep `LINALG_CHECK`, which returns nothing: PyTorch 2.11 would drop it."""
+    from torch._higher_order_ops import effects
+
+    kept = None
+    if effects._get_effect(LINALG_CHECK) is None:
+        kept = effects._register_effectful_op(LINALG_CHECK, effects._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            kept.destroy()
 
 
 def is_effect(node: Any) -> bool:

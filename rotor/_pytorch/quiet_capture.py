@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rotor._pytorch import asked_gradients
+from rotor._pytorch import asked_gradients, captures
 from rotor._pytorch.constant_branches import constant_branches
 from rotor._pytorch.draws import Draws
 
@@ -98,6 +98,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         of_backwards.patch(backward_pass_autocast="off"),
         warnings.catch_warnings(),
         asked_gradients.noted(),
+        captures.checks_kept(),
         _answered_by(branches),
         constant_branches(),
         _interpolation_of_eager(),
