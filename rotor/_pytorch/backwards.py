@@ -14,7 +14,14 @@ import torch
 
 from rotor._pytorch import core
 
-__all__ = ["in_split_backward", "is_asked_for", "is_batched", "outside_transforms", "version_kept"]
+__all__ = [
+    "in_split_backward",
+    "is_asked_for",
+    "is_batched",
+    "is_of_checkpoint",
+    "outside_transforms",
+    "version_kept",
+]
 
 core.check(
     (
@@ -36,6 +43,11 @@ def in_split_backward() -> bool:
         for start in sys._current_frames().values()
         for frame, _ in traceback.walk_stack(start)
     )
+
+
+def is_of_checkpoint(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no values, but the inputs of a checkpoint: of PyTorch 2.11."""
+    return type(tensor.grad_fn).__name__ == "_NoopSaveInputsBackward"
 
 
 def is_asked_for(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction, Function
 
-from rotor._pytorch import core, dispatch
+from rotor._pytorch import backwards, core, dispatch
 from rotor.common.accounting import (
     AHEAD,
     ESTIMATE_MARGIN,
@@ -240,7 +240,11 @@ class BudgetedStep:
     def _kept_elsewhere(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors beside outputs to which Python refers elsewhere than in the graph."""
         known = set(map(id, outputs))
-        held = [pair for pair in self.session.held() if id(pair[0]) not in known]
+        held = [
+            pair
+            for pair in self.session.held()
+            if id(pair[0]) not in known and not backwards.is_of_checkpoint(pair[0])
+        ]
         if any(count > self._references[id(tensor)] for tensor, count in held):
             for node in _nodes([t.grad_fn for t in (*outputs, *(pair[0] for pair in held))]):
                 if isinstance(node, BackwardCFunction):
