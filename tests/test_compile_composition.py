@@ -86,6 +86,8 @@ def test_compiled_before(engine, expected):
     check(train(model, model), expected, model)
 
 
+# PyTorch 2.14 says so of every value between two compiled modules.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("engine", ["chain", "graph", "dynamic"])
 def test_compiled_stages(engine, expected):
     model = rotor.Checkpointable(make(compiled=True), mem_limit=LIMIT, engine=engine)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from versions import needs_threads
 
 import rotor
 from rotor import dtr, memory
@@ -81,6 +82,7 @@ def remarks():
     texts += [str(w.message) for w in caught if "single graph" not in str(w.message)]
 
 
+@needs_threads
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("where", ["forward", "backward", "each"])
 def test_a_step_may_go_on_in_another_thread(engine, where):
@@ -101,6 +103,7 @@ def test_a_step_may_go_on_in_another_thread(engine, where):
         pass
 
 
+@needs_threads
 @pytest.mark.parametrize("engine", ENGINES)
 def test_steps_in_another_thread_are_metered(engine):
     model = made(engine)
@@ -109,6 +112,7 @@ def test_steps_in_another_thread_are_metered(engine):
     assert equal(trained(model), trained(chain()))
 
 
+@needs_threads
 @pytest.mark.parametrize("engine", [*ENGINES, "parts"])
 def test_two_models_train_in_two_threads(engine):
     plain = Parts() if engine == "parts" else chain()
