@@ -436,3 +436,71 @@ print("alive")
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("alive\n")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+
+
+def loss_of(model):
+    return model(torch.linspace(-1, 1, 128 * 64).reshape(128, 64)).square().sum()
+
+
+def run_in_thread(function):
+    errors = []
+
+    def run():
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+def backwards(loss, model):
+    loss.backward()
+
+
+def grads(loss, model):
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        parameter.grad = gradient
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+@pytest.mark.parametrize("way", [backwards, grads])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["waiting", "busy"])
+def test_a_backward_in_another_thread_brings_back_what_it_reads(swap, way, is_busy):
+    plain, model, other = net(), net(), net()
+    loss_of(plain).backward()
+    expected = [p.grad for p in plain.parameters()]
+    with dtr.budget(6 * 128 * 64 * 4, strict=False, storage_swap=swap) as session:
+        loss = loss_of(model)
+        assert session.stats.evictions > 0
+        thread, errors = run_in_thread(lambda: way(loss, model))
+        if is_busy:
+            loss_of(other).backward()
+        thread.join()
+        assert session.stats.rematerializations > 0
+    assert not errors
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    if is_busy:
+        found = [p.grad for p in other.parameters()]
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_backward_of_another_model_in_another_thread_is_its_own():
+    model = net()
+    loss = loss_of(model)
+    with dtr.budget("1 MiB") as session:
+        loss_of(net())
+        before = session.stats.operations
+        thread, errors = run_in_thread(loss.backward)
+        thread.join()
+        assert session.stats.operations == before
+    assert not errors
+    assert all(p.grad is not None for p in model.parameters())

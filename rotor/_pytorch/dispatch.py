@@ -117,18 +117,26 @@ def without_functions() -> Any:
 
 
 @contextmanager
-def backwards_within(mode: Any) -> Iterator[None]:
-    """Run every backward of this thread within a mode, in the context."""
+def backwards_within(
+    mode: Any, joins: Callable[[Any], AbstractContextManager[object]]
+) -> Iterator[None]:
+    """Run backwards within a mode, in the context.
+
+    Parameters
+    ----------
+    mode
+        Mode around every backward of this thread.
+    joins
+        Function of the tensors at which a backward of another thread begins; returns its context.
+    """
     run = autograd._engine_run_backward  # type: ignore[attr-defined]
     owner = threading.get_ident()
 
-    def run_within(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != owner:
-            return run(*args, **kwargs)
-        with mode:
-            return run(*args, **kwargs)
+    def run_within(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode if threading.get_ident() == owner else joins(outputs):
+            return run(outputs, *args, **kwargs)
 
-    autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
+    autograd._engine_run_backward = run_within  # type: ignore[assignment]
     try:
         yield
     finally:

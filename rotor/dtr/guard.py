@@ -2,8 +2,8 @@
 
 Eviction takes the bytes of a storage. Operators are seen and have their inputs brought back;
 ``tensor.numpy()`` and its like read memory themselves, and would find none. The guard is a mode
-over PyTorch's functions that knows them. It acts in the thread that entered the budget, and in the
-backwards that this thread runs.
+over PyTorch's functions that knows them. It acts in the thread that entered the budget, in the
+backwards that this thread runs, and in those of other threads that begin in the session's graph.
 
 It cannot see extensions that take a tensor in C++ and read it without PyTorch's dispatcher, other
 threads of Python, and functions that were called while ``torch._C.DisableTorchFunction`` was on:
@@ -33,6 +33,15 @@ class Guarded(Protocol):
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Have a tensor's bytes in memory for good."""
+
+    def reference(self, tensor: torch.Tensor) -> object | None:
+        """Return the session's reference to a tensor's storage, ``None`` if it has seen none."""
+
+    def __enter__(self) -> Any:
+        """See the operators of this thread."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> Any:
+        """See them no longer."""
 
     def give_up(self, tensor: torch.Tensor) -> None:
         """Keep a tensor in memory before something other than an operator writes to it."""
@@ -130,8 +139,19 @@ def guarded(session: Guarded) -> Iterator[None]:
     ``Tensor.backward``, in which hooks and `torch.autograd.Function` read tensors.
     """
     guard = Guard(session)
+
+    @contextmanager
+    def joined(outputs: Any) -> Iterator[None]:
+        """Have a session see another thread's backward, if that begins in the session's graph."""
+        roots = [root for root in tree_tensors(outputs) if root.layout is torch.strided]
+        if any(session.reference(root) is not None for root in roots):
+            with session, guard:
+                yield
+        else:
+            yield
+
     with (
-        dispatch.backwards_within(guard),
+        dispatch.backwards_within(guard, joined),
         dispatch.dlpack_after(session.pin),
         guard,
     ):
