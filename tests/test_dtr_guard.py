@@ -471,6 +471,7 @@ def grads(loss, model):
         parameter.grad = gradient
 
 
+@pytest.mark.filterwarnings("ignore:thrashing")
 @pytest.mark.parametrize("swap", SWAPS)
 @pytest.mark.parametrize("way", [backwards, grads])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["waiting", "busy"])

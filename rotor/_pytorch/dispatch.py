@@ -136,7 +136,7 @@ def backwards_within(
         with mode if threading.get_ident() == owner else joins(outputs):
             return run(outputs, *args, **kwargs)
 
-    autograd._engine_run_backward = run_within  # type: ignore[assignment]
+    autograd._engine_run_backward = run_within  # type: ignore[assignment,attr-defined]
     try:
         yield
     finally:
