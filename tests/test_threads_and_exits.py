@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from versions import needs_threads
+from versions import needs_swaps, needs_threads
 
 import rotor
 from rotor import dtr, memory
@@ -196,6 +196,7 @@ def test_a_measurement_waits_for_the_meter_of_another_thread():
         assert first.result() == second.result() == 2000
 
 
+@needs_swaps
 def test_budgets_of_two_threads_follow_each_other():
     def train(model):
         with dtr.budget(LIMIT):
