@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from versions import needs_swaps
 
 import rotor
 
@@ -72,6 +73,7 @@ def models():
     return [Blocks(*[Block() for _ in range(4)]), Breaking()]
 
 
+@needs_swaps
 @pytest.mark.parametrize("model", models(), ids=lambda model: type(model).__name__)
 def test_the_first_step_keeps_a_limit_that_parts_are_predicted_to_break(model):
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=LIMIT)
@@ -83,6 +85,7 @@ def test_the_first_step_keeps_a_limit_that_parts_are_predicted_to_break(model):
     assert "predicted need of a step" in chk.plan.why["parts"]
 
 
+@needs_swaps
 def test_a_larger_batch_is_handed_on_before_its_first_step():
     model = models()[0]
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=LIMIT)
