@@ -11,14 +11,26 @@ import functools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Draws", "generators", "state_of"]
+from rotor._pytorch import core
+
+__all__ = ["Draws", "generators", "is_random", "state_of"]
+
+
+def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers of PyTorch's."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    # Dropout has no element to drop.
+    names = [argument.name for argument in core.schema_arguments(operator)]
+    share = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0)
+    return "dropout_p" not in names or not (isinstance(share, float) and share == 0.0)
 
 
 _latest: dict[type, tuple[bytes, Any]] = {}

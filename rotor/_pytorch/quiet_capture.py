@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rotor._pytorch import asked_gradients, captures
 from rotor._pytorch.constant_branches import constant_branches
 from rotor._pytorch.draws import Draws
+from rotor._pytorch.scripts import functions_run_whole
 
 __all__ = ["Branches", "capturing", "capturing_again"]
 
@@ -100,6 +101,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         asked_gradients.noted(),
         captures.checks_kept(),
         _answered_by(branches),
+        functions_run_whole(),
         constant_branches(),
         _interpolation_of_eager(),
         draws.drawn_anew(),

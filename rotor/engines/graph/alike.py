@@ -13,6 +13,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor._pytorch.region_guards import layout_check
+from rotor._pytorch.scripts import StandIn
 
 __all__ = ["Alike", "Slot", "Watch", "alike_modules", "own_slots"]
 
@@ -92,6 +93,8 @@ def _form(module: nn.Module) -> Any:
 def _obstacle(module: nn.Module, seen: Counter[Any]) -> str:
     """Return the reason for which no other module's trace stands for a module; empty if none."""
     for part in module.modules():
+        if isinstance(part, StandIn):
+            return "a script is run whole"
         if core.updates_statistics(part):
             return f"{type(part).__name__} updates its statistics"
         for slots, name in (*core.parameter_slots(part), *core.buffer_slots(part)):

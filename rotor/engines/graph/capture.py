@@ -26,6 +26,7 @@ from rotor._pytorch import (
     quiet_capture,
     region_guards,
     regions,
+    scripts,
     symbols,
 )
 from rotor._pytorch import inductor as _inductor
@@ -47,6 +48,7 @@ from rotor.engines.graph.folding import CastOnce, Changed, Folding
 from rotor.engines.graph.inductor import draw_once
 from rotor.engines.graph.lowering import Lowered, lower
 from rotor.engines.graph.numbers import write_numbers
+from rotor.engines.graph.profile import warm_up_scripts
 from rotor.engines.graph.rewrite import as_in_eager
 from rotor.engines.graph.symbols import origin_values
 from rotor.errors import CaptureError
@@ -233,6 +235,8 @@ class Capture:
         self._numbers = frozenset(numbers)
         self._branches = branches or quiet_capture.Branches()
         self._draws = Draws()
+        self._owner: weakref.ref[nn.Module] | None = None
+        self._scripts: list[core.Slot] = []
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
         self.token: weakref.ref[torch.Tensor] | None = None
@@ -293,7 +297,8 @@ class Capture:
             No single graph of the call exists; the message has the reason and the line of code.
         """
         self.ran = None
-        self._owner = weakref.ref(module)
+        if not self.graphs or self._owner is None or self._owner() is not module:
+            self._owner, self._scripts = weakref.ref(module), scripts.script_slots(module)
         symbols.forget_propagated(tree_tensors((args, kwargs)))
         if self.folding is not None and self.graphs:
             watch = self.folding.watch
@@ -306,8 +311,8 @@ class Capture:
         except (Unplanned, NothingToPlan):
             raise
         except core.CAPTURE_ERRORS as error:
-            refused = getattr(error, "inner_exception", None)
-            if isinstance(refused, CaptureError):
+            refused = _refusal(error)
+            if refused is not None:
                 raise refused from None
             if len(self.graphs) > 1:
                 raise CaptureError(
@@ -329,7 +334,8 @@ class Capture:
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         numbers = symbols.numbers_as_inputs(self._numbers)
-        with core.one_graph(), dispatch.hidden_from_hooks(_is_token), numbers:
+        stood_in = scripts.stood_in(self._scripts)
+        with core.one_graph(), dispatch.hidden_from_hooks(_is_token), numbers, stood_in:
             if self.graphs:
                 with quiet_capture.capturing_again(self._branches, self._draws):
                     try:
@@ -397,6 +403,7 @@ class Capture:
     def _forward(self, captured: Captured, args: list[Any]) -> Any:
         emitted = captured.emitted
         if emitted is None:
+            warm_up_scripts(captured.lowered, args)
             raise Unplanned(captured, list(args))
         self.ran = captured
         # Checks that come in order have inputs beside the model's: then there is no way around.
@@ -549,6 +556,14 @@ _FOR_DEVELOPERS = (
     "Set TORCHDYNAMO_VERBOSE",
     "consider using data-dependent friendly APIs",
 )
+
+
+def _refusal(error: BaseException | None) -> CaptureError | None:
+    """Return our own error for which dynamo raised one, if there is one."""
+    while error is not None and not isinstance(error, CaptureError):
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        error = inner or error.__context__
+    return error
 
 
 def _of_arguments(names: Mapping[str, bool]) -> dict[str, bool]:

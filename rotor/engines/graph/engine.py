@@ -69,20 +69,6 @@ def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> An
     return output if loss_fn is None else loss_fn(output, *targets)
 
 
-def _explained(error: CaptureError, module: Any) -> CaptureError:
-    """Return the refusal of a capture, with the parts of the model that no capture can read."""
-    parts = [
-        name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
-    ]
-    if not parts:
-        return error
-    return CaptureError(
-        f"module {parts[0]} is a script of torch.jit, whose code no capture can read: give the "
-        "module from which torch.jit.script or torch.jit.trace made it, or leave the engine at "
-        f'"auto", which runs it.\n{error}'
-    )
-
-
 def check_generator(context: Context) -> None:
     """Raise ValueError unless random numbers are to repeat as in the first forward."""
     if not context.settings.preserve_rng_state:
@@ -202,7 +188,7 @@ class GraphEngine(MeteredEngine):
                 self.sizing.refuse(key, error)
                 self._note_reads(key, None, call)
                 release(error)
-                raise CannotPlan(_explained(error, self.context.module)) from None
+                raise CannotPlan(error) from None
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 
     def _one_shape_reason(self) -> str:

@@ -130,7 +130,7 @@ class Rough:
 
     def primals(self, call: Call | None) -> dict[fx.Node, Any]:
         """Return the primals that are at hand: parameters, buffers, arguments of the call."""
-        found = {node: values.get(name) for node, (values, name) in self.slots.items()}
+        found = {node: core.value_in(slot) for node, slot in self.slots.items()}
         if call is not None:
             given = tree_tensors((*call.arguments, call.targets))
             for node, number in self.leaves.items():
@@ -219,7 +219,7 @@ class Improver:
         keep_unrepeatable(lowered, [cost.flags for cost in costs])
         self.rough.pop(key.measured, None)
         if rough:
-            slots = {id(v.get(name)): (v, name) for v, name in _slots(self.context.module)}
+            slots = {id(core.value_in(slot)): slot for slot in _slots(self.context.module)}
             given = tree_tensors((*call.arguments, call.targets))
             leaves = {id(tensor): number for number, tensor in enumerate(given)}
             pairs = list(zip(lowered.primals, primals, strict=False))

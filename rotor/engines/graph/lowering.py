@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
+from rotor._pytorch.draws import is_random
 from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph import marks
 from rotor.engines.graph.false_edges import drop_false_edges, of_sizes
@@ -194,21 +195,6 @@ def _bytes(tensor: torch.Tensor) -> int:
     )
 
 
-def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and not _drops_nothing(node)
-
-
-def _drops_nothing(node: fx.Node) -> bool:
-    """Return whether an operation draws numbers for dropout only, with no element to drop."""
-    names = [argument.name for argument in core.schema_arguments(node.target)]
-    if "dropout_p" not in names:
-        return False
-    position = names.index("dropout_p")
-    given = node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0)
-    return isinstance(given, float) and given == 0.0
-
-
 def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
@@ -305,7 +291,7 @@ class _Lowering:
         return tainted
 
     def _is_fixed(self, node: fx.Node) -> bool:
-        return node in self.tainted or _is_random(node)
+        return node in self.tainted or is_random(node.target, node.args, node.kwargs)
 
     def _is_view(self, node: fx.Node) -> bool:
         made = self._keys_of(node)
@@ -447,7 +433,12 @@ class _Lowering:
     def _add_operation(self, node: fx.Node, phase: str) -> None:
         read = _unique(s for source in self._sources[node] for s in self.values[source].storages)
         task = Task(
-            node.name, node, phase, read, random=_is_random(node), module=_module_path(node)
+            node.name,
+            node,
+            phase,
+            read,
+            random=is_random(node.target, node.args, node.kwargs),
+            module=_module_path(node),
         )
         task.source = source_line(str(node.meta.get("stack_trace") or ""))
         tensors = _tensors(node.meta.get("val"))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core, devices, dispatch
+from rotor._pytorch import core, devices, dispatch, scripts
 from rotor.common import cache
 from rotor.common.undisturbed import generators_kept, random_states_kept
 from rotor.engines.graph.allocations import Orders, Recorded, record
@@ -46,6 +46,7 @@ __all__ = [
     "sizes_of",
     "tested_alone",
     "timed",
+    "warm_up_scripts",
     "wholes_for",
 ]
 
@@ -58,6 +59,7 @@ _BYTES_PER_NS = (4, 500)  # On the CPU, and on an accelerator.
 _MOST_DEPTH = 30
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
 _OVERHEAD_NS = 5_000
+_RUNS_OF_SCRIPTS = 3  # The first learns of the forward, the second of the backward.
 
 
 @dataclass(frozen=True)
@@ -386,6 +388,32 @@ def choose_kernels(
     with isolated(device):
         run()
         devices.run_in_backward(device, run)
+
+
+def warm_up_scripts(lowered: Lowered, primals: Sequence[Any]) -> None:
+    """Run calls of scripts until their executors run the code that they will keep.
+
+    Parameters
+    ----------
+    lowered, primals
+        As of `profile`.
+
+    Raises
+    ------
+    CaptureError
+        That code gives results of another layout.
+    """
+    calls = [task for task in lowered.tasks if scripts.runs_script(task.node)]
+    arguments = Arguments(lowered, primals)
+    for task in calls:
+        function, args, kwargs = arguments.of(task)
+        with isolated(args[1][0].device):
+            for _ in range(_RUNS_OF_SCRIPTS):
+                made = function(*args, **kwargs)
+        assert task.node is not None
+        for tensor, planned in zip(made, task.node.meta["val"], strict=True):
+            if (tensor.stride(), tensor.dtype) != (planned.stride(), planned.dtype):
+                raise scripts.refused(args[0], "makes results of a layout of its own")
 
 
 def distinct_operations(
