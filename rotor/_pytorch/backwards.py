@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from rotor._pytorch import core
 
 __all__ = [
+    "hooks_made",
     "in_split_backward",
     "is_asked_for",
     "is_batched",
@@ -31,8 +33,14 @@ core.check(
         "_C._vmapmode_increment_nesting",
         "_C._will_engine_execute_node",
         "autograd._unsafe_preserve_version_counter",
+        "utils.hooks.RemovableHandle.next_id",
     )
 )
+
+
+def hooks_made() -> int:
+    """Return how many hooks of any kind this process has registered so far."""
+    return int(RemovableHandle.next_id)
 
 
 def in_split_backward() -> bool:

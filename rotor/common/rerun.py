@@ -466,6 +466,9 @@ class _Part:
         Tensors that get gradients.
     token
         Object that lives while the call's own backward can run; it is told to pass.
+    is_outer
+        True to run again only for gradients that are to be differentiated: the call has another
+        way around it within.
     """
 
     def __init__(
@@ -475,14 +478,18 @@ class _Part:
         positions: list[int],
         leaves: list[torch.Tensor],
         token: Any,
+        is_outer: bool,
     ) -> None:
         self._rerun, self._forward, self._positions = rerun, forward, positions
-        self._leaves, self._token = _let_go(leaves), token
+        self._leaves, self._token, self._is_outer = _let_go(leaves), token, is_outer
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     def backward(self, given: Sequence[torch.Tensor | None]) -> Iterable[torch.Tensor | None]:
         """Return gradients of the call's outputs and leaves: those of one kind are ``None``."""
         token = self._token()
+        is_past = token is None and all(gradient is None for gradient in given)
+        if is_past or (self._is_outer and not torch.is_grad_enabled()):
+            return (*given, *[None] * len(self._leaves))
         is_wanted = self._rerun.is_wanted(given, repeats=token is not None)
         if token is not None:
             token.is_passed = is_wanted
@@ -521,6 +528,8 @@ def attach(
     forward: Callable[[Any], Any],
     leaves: list[torch.Tensor],
     token: Any,
+    *,
+    is_outer: bool = False,
 ) -> Any:
     """Return the result of a captured call, with a way around the call in its graph.
 
@@ -534,6 +543,8 @@ def attach(
         Tensors that its backward makes gradients of.
     token
         Weak reference to the object that lives while that backward can run.
+    is_outer
+        True to run it again only for gradients that are to be differentiated.
     """
     tensors, passed = output_tensors(output), rerun.arguments
     places: dict[int, int] = {}
@@ -543,7 +554,7 @@ def attach(
     if not places or not leaves:
         return output
     positions = list(places.values())
-    part = _Part(rerun, forward, positions, leaves, token)
+    part = _Part(rerun, forward, positions, leaves, token, is_outer)
     made = _apply_again(part, len(positions), *[tensors[k] for k in positions], *leaves)
     part.made = [*map(weakref.ref, made)]
     return replaced(output, dict(zip(places, made, strict=True)))

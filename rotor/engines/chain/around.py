@@ -1,42 +1,84 @@
-"""Way around a chain's schedule, for backwards that it cannot give."""
+"""Ways around a chain's schedule, for backwards that it cannot give."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rotor._pytorch import backwards
 from rotor.common.rerun import Rerun, attach
 from rotor.common.tensor_trees import tree_tensors
+from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.schedule import Schedule
 from rotor.engines.chain.stages import Stage
 
-__all__ = ["attach_chain"]
+__all__ = ["Around"]
 
 
-def attach_chain(
-    output: Any, rerun: Rerun | None, stages: Sequence[Stage], schedule: Schedule, arg: Any
-) -> Any:
-    """Return a chain's output, for backwards too that its schedule cannot give.
+class Around:
+    """Ways around the schedule of one step.
+
+    One leads around the stages that the schedule runs, so that those of plain autograd see every
+    backward. Another leads around the whole chain for gradients that are to be differentiated, so
+    that their sums are made in the order of plain autograd; unless values leave the stages, or the
+    last ones have registered hooks, which would be called without a gradient.
 
     Parameters
     ----------
-    output, rerun
-        The output, and the state in which the chain began; ``None``: others are refused.
-    stages, schedule, arg
-        The chain, the operations that ran, and its input.
+    begun
+        Function that returns the state in which a forward of some value begins.
+    inspection, schedule
+        The chain, and the operations to execute.
+    arg
+        Input of the first stage, which runs next.
     """
-    if rerun is None or schedule.tail == schedule.head:
-        return output
 
-    def forward(value: Any) -> Any:
-        for stage in stages:
-            for function in stage.functions:
-                value = function(value)
-        return value
+    def __init__(
+        self,
+        begun: Callable[[Any], Rerun],
+        inspection: Inspection,
+        schedule: Schedule,
+        arg: Any,
+    ) -> None:
+        self._begun, self._inspection, self._schedule = begun, inspection, schedule
+        is_first = schedule.head == 0 < schedule.tail
+        self._arg, self._rerun = arg, begun(arg) if is_first else None
+        self._hooks, self._is_hooked = 0, False
 
-    inputs = [tensor for tensor in tree_tensors(arg) if tensor.requires_grad]
-    parameters = {id(p): p for stage in stages for p in stage.parameters()}
-    return attach(output, rerun, forward, [*inputs, *parameters.values()], _never_again)
+    def begin(self, arg: Any) -> None:
+        """Note the state before the stages of the schedule, unless they are the first."""
+        if self._rerun is None:
+            self._arg, self._rerun = arg, self._begun(arg)
+
+    def stages(self, output: Any) -> Any:
+        """Return the output of the schedule's stages, for other backwards too."""
+        schedule, self._hooks = self._schedule, backwards.hooks_made()
+        return self._attach(output, self._inspection.stages[schedule.head : schedule.tail])
+
+    def end(self) -> None:
+        """Note whether the stages after those of the schedule have registered hooks."""
+        self._is_hooked = self._hooks != backwards.hooks_made()
+
+    def whole(self, output: Any) -> Any:
+        """Return the chain's output, for gradients of gradients too."""
+        schedule = self._schedule
+        is_one = schedule.tail in (schedule.head, schedule.n)
+        if is_one or self._is_hooked or self._inspection.plain != (0, schedule.n):
+            return output
+        return self._attach(output, self._inspection.stages, is_outer=True)
+
+    def _attach(self, output: Any, stages: Sequence[Stage], *, is_outer: bool = False) -> Any:
+        def forward(value: Any) -> Any:
+            for stage in stages:
+                for function in stage.functions:
+                    value = function(value)
+            return value
+
+        assert self._rerun is not None
+        inputs = [tensor for tensor in tree_tensors(self._arg) if tensor.requires_grad]
+        parameters = {id(p): p for stage in stages for p in stage.parameters()}
+        leaves = [*inputs, *parameters.values()]
+        return attach(output, self._rerun, forward, leaves, _never_again, is_outer=is_outer)
 
 
 def _never_again() -> None:

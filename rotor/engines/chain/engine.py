@@ -22,7 +22,7 @@ from rotor.common.calls import mode_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
-from rotor.engines.chain.around import attach_chain
+from rotor.engines.chain.around import Around
 from rotor.engines.chain.fitted import described, inferred
 from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch, watch_output
 from rotor.engines.chain.measure import Measuring, measure
@@ -502,8 +502,10 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     def run(self, plan: Plan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run a step under a plan."""
-        proof, state, x = self._proof_of(plan), self.context.structure, call.args[0]
-        rerun = state.rerun(x, plan.device) if self._sharding is None else None
+        proof, x, around = self._proof_of(plan), call.args[0], None
+        if self._sharding is None:
+            begun = partial(self.context.structure.rerun, device=plan.device)
+            around = Around(begun, plan.inspection, plan.schedule, x)
         meter = start()
         watch = stage_watch(self, plan) if meter is None else None
         runs: list[weakref.ref[Run]] = []
@@ -516,10 +518,12 @@ class ChainEngine(PublishedChain, MeteredEngine):
             started=lambda run: runs.append(weakref.ref(run)),
             run_class=Run if self._sharding is None else ShardedRun,
             proof=proof,
+            around=around,
         )
         if proof is not None:
             proof.begin_with(output)
-        output = attach_chain(output, rerun, plan.inspection.stages, plan.schedule, x)
+        if around is not None:
+            output = around.whole(output)
         if (observer := meter or watch) is not None:
             observer.forward_done(output)
         if not plan.holds_output:
@@ -552,17 +556,11 @@ class ChainEngine(PublishedChain, MeteredEngine):
             if (engine := myself()) is not None:
                 engine._forget_chains(plan)
 
+        stages, proved = plan.inspection.stages, plan.proved
         if sharding is not None:
-            return ShardedProof(
-                plan.inspection.stages, plan.proved, failed, sharding.ranks, sharding.gradients_now
-            )
-        return StepProof(
-            plan.inspection.stages,
-            plan.proved,
-            self.context.module.parameters(),
-            plan.limit_bytes - plan.predicted_bytes - plan.reserve_bytes,
-            failed,
-        )
+            return ShardedProof(stages, proved, failed, sharding.ranks, sharding.gradients_now)
+        room_bytes = plan.limit_bytes - plan.predicted_bytes - plan.reserve_bytes
+        return StepProof(stages, proved, self.context.module.parameters(), room_bytes, failed)
 
     def _forget_chains(self, refuted: Plan) -> None:
         """Have every plan of the same measure renewed."""

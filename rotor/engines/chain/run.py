@@ -33,6 +33,7 @@ from rotor.common.tensor_trees import (
     versions,
     with_tensors,
 )
+from rotor.engines.chain.around import Around
 from rotor.engines.chain.ends import (
     arrived_gradient,
     as_inputs,
@@ -313,12 +314,7 @@ class Run:
                 needs = [
                     need and p.requires_grad for p, need in zip(parameters, needs, strict=True)
                 ]
-                every = all(needs)
-                asked = (
-                    parameters
-                    if every
-                    else [p for p, need in zip(parameters, needs, strict=True) if need]
-                )
+                asked = [p for p, need in zip(parameters, needs, strict=True) if need]
                 if inputs or asked:
                     everything = (*inputs, *asked)
                     hooked = core.hooks_of(asked)
@@ -329,7 +325,7 @@ class Run:
                         answer = core.run_backward(root, given, everything)
                     self.gradient = list(answer[: len(inputs)])
                     found = answer[len(inputs) :]
-                    if not every:
+                    if not all(needs):
                         following = iter(found)
                         found = [next(following) if need else None for need in needs]
         if i > self.schedule.head:
@@ -456,6 +452,7 @@ def run_chain(
     started: Callable[[Run], None] | None = None,
     run_class: type[Run] = Run,
     proof: StageProof | None = None,
+    around: Around | None = None,
 ) -> Any:
     """Run the forward of a chain so that its backward follows the schedule.
 
@@ -475,6 +472,8 @@ def run_chain(
         Class that runs the stages before the tail.
     proof
         Comparison of recomputed values with the first ones.
+    around
+        Ways for other backwards.
 
     Returns
     -------
@@ -486,19 +485,20 @@ def run_chain(
     run = None
     if schedule.tail > schedule.head:
         run = run_class(
-            stages,
-            schedule,
-            y,
-            preserve_rng_state=preserve_rng_state,
-            flags=flags,
-            proof=proof,
+            stages, schedule, y, preserve_rng_state=preserve_rng_state, flags=flags, proof=proof
         )
         if started is not None:
             started(run)
+        if around is not None:
+            around.begin(y)
         run.forward()
         y = run.attach(y)
+        if around is not None:
+            y = around.stages(y)
     for stage in stages[schedule.tail :]:
         y = stage(y)
+    if around is not None:
+        around.end()
     if run is not None and schedule.tail < len(stages):
         for tensor in tree_tensors(y):
             if tensor.grad_fn is not None:

@@ -26,7 +26,7 @@ from rotor.common.accounting import GENERATOR_BYTES, generator_bytes, scalar_byt
 from rotor.common.checksums import Mismatch
 from rotor.common.rerun import Rerun, Unit
 from rotor.common.tensor_trees import tree_tensors
-from rotor.engines.chain.around import attach_chain
+from rotor.engines.chain.around import Around
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.plan import executor_bytes
 from rotor.engines.chain.proofs import CURE, StageProof
@@ -471,11 +471,16 @@ class ChainKind:
         proof
             Comparison of recomputed values; ``None`` without one.
         """
-        stages = self.inspection.stages
-        rerun = Rerun(self._unit, x, tree_tensors(x)[0].device, is_whole=False)
-        flags = self.inspection.flags
-        output = run_chain(stages, self.schedules[number], x, flags=flags, proof=proof)
-        return attach_chain(output, rerun, stages, self.schedules[number], x)
+        schedule, inspection = self.schedules[number], self.inspection
+
+        def begun(value: Any) -> Rerun:
+            return Rerun(self._unit, value, inspection.device, is_whole=False)
+
+        around = Around(begun, inspection, schedule, x)
+        flags = inspection.flags
+        return around.whole(
+            run_chain(inspection.stages, schedule, x, flags=flags, proof=proof, around=around)
+        )
 
     @cached_property
     def _unit(self) -> Unit:
