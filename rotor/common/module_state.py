@@ -12,7 +12,7 @@ import random
 import sys
 import types
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
@@ -155,6 +155,9 @@ class _Whole:
         self.same = same
         self.before = place.get()
 
+    def places(self) -> list[Place]:
+        return [self.place]
+
     def changed(self) -> list[Place]:
         return [] if self.same(self.before, self.place.get()) else [self.place]
 
@@ -172,6 +175,9 @@ class _Mutable:
         self.is_tensor = isinstance(value, torch.Tensor)
         self.version = value._version if self.is_tensor else _position(value)
         self.copy = copied(value, {})
+
+    def places(self) -> list[Place]:
+        return []
 
     def changed(self) -> list[Place]:
         if self.is_tensor:
@@ -432,9 +438,33 @@ class Watch:
         """Return whether the modules could read or change a place."""
         return id(place.owner) in self._owners
 
-    def identities(self) -> set[tuple[int, Any]]:
-        """Return the identities of the places whose state has changed."""
-        return {place.identity for place in self.changed()}
+    def identities(self, storages: Collection[int] = ()) -> set[tuple[int, Any]]:
+        """Return the identities of the places that changed, or that hold what changed.
+
+        Parameters
+        ----------
+        storages
+            Identities of the storages that were written to.
+        """
+        holders = defaultdict(list)
+        waiting = []
+        for place in [place for cell in self._cells.values() for place in cell.places()]:
+            value = place.get()
+            for held in value if isinstance(place, Contents) else [value]:
+                if isinstance(held, torch.Tensor):
+                    parts = core.strided_parts(held) if storages else ()
+                    if any(core.storage_identity(part) in storages for part in parts):
+                        waiting.append(place.identity)
+                else:
+                    holders[id(getattr(held, "__dict__", held))].append(place.identity)
+        waiting += [place.identity for place in self.changed()]
+        found: set[tuple[int, Any]] = set()
+        while waiting:
+            identity = waiting.pop()
+            if identity not in found:
+                found.add(identity)
+                waiting += holders[identity[0]]
+        return found
 
     def restore(self, among: Collection[tuple[int, Any]] | None = None) -> None:
         """Restore the state at construction; of places of these identities only, if given."""

@@ -304,7 +304,8 @@ class Trial:
             self._writes.undo()
             self._watch.restore()
         else:
-            rewritten, places = again._writes.identities(), again._watch.identities()
+            rewritten = again._writes.identities()
+            places = again._watch.identities(rewritten)
             again.put_back()
             self._writes.undo(lambda storage: storage not in rewritten | self._given)
             self._watch.restore(places)
