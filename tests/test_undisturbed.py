@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import rotor
 from rotor.common import undisturbed
 from rotor.common.collector import CollectorPause
 from rotor.engines.graph import capture
@@ -87,6 +89,45 @@ def test_what_a_first_forward_sets_up_stays_and_nothing_else():
     assert (model.calls, model.last.tolist(), model.history) == (0, [0, 0], [1])
     assert model.seen is model.alias is seen
     assert (seen.tolist(), seen._version) == ([0, 0], 0)
+
+
+class Made:
+    """Object that collects."""
+
+    def __init__(self) -> None:
+        self.values = []
+
+
+COLLECTORS = {
+    "default dict": (lambda: defaultdict(list), lambda kept: kept[0].append(1)),
+    "setdefault": (dict, lambda kept: kept.setdefault("a", []).append(1)),
+    "nested": (dict, lambda kept: kept.setdefault("a", {}).setdefault("b", ([], 3))[0].append(1)),
+    "object": (dict, lambda kept: kept.setdefault("a", Made()).values.append(1)),
+    "in an object": (dict, lambda kept: kept.setdefault("a", [Made()])[0].values.append(1)),
+    "counter": (Counter, lambda kept: kept.update("a")),
+    "deque": (dict, lambda kept: kept.setdefault("a", deque(maxlen=3)).append(1)),
+}
+
+
+@pytest.mark.parametrize("kind", COLLECTORS)
+def test_what_a_first_forward_makes_and_each_one_fills_does_not_stay(kind):
+    make, collect = COLLECTORS[kind]
+    model, kept = nn.Linear(2, 2), make()
+    model.register_forward_hook(lambda *_: collect(kept))
+    assert run_once(model, (torch.ones(2),), {})
+    assert not kept
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+def test_hooks_collect_once_for_each_step(engine):
+    kept = defaultdict(list)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)])
+    for k, block in enumerate(model):
+        block.register_forward_hook(lambda *given, k=k: kept[k].append(given[2].shape))
+    wrapped = rotor.Checkpointable(model, mem_limit="300 KB", engine=engine)
+    for _ in range(2):
+        wrapped(torch.randn(128, 64)).square().mean().backward()
+    assert [len(found) for found in kept.values()] == [2] * 5
 
 
 def test_replaced_buffers_come_back_with_their_values():

@@ -298,7 +298,8 @@ class Trial:
         ----------
         again
             Trial of a second run: what that did not change again stays, as a first forward's
-            preparation of the model; but for tensors of the arguments.
+            preparation of the model; but for tensors of the arguments, and for values that hold
+            what that changed again.
         """
         if again is None:
             self._writes.undo()
@@ -308,7 +309,7 @@ class Trial:
             places = again._watch.identities(rewritten)
             again.put_back()
             self._writes.undo(lambda storage: storage not in rewritten | self._given)
-            self._watch.restore(places)
+            self._watch.restore(places | self._watch.holding(places))
         for module, kind, training in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind  # Lazy modules, say.
