@@ -285,20 +285,22 @@ class Rerun:
         """Drop the arguments and states: no other backward comes."""
         self._value, self._states, self._before, self.surroundings = None, [], {}, None
 
-    def output(self, forward: Callable[[Any], Any]) -> Any:
+    def output(self, forward: Callable[[Any], Any], apart: dict[int, torch.Tensor]) -> Any:
         """Return the result of the part's forward, run again from the same state with a tape.
 
         Parameters
         ----------
         forward
             Function of the part's arguments.
+        apart
+            Dictionary for the tensors that stand for arguments, by the ids of these.
 
         Raises
         ------
         RuntimeError
             A parameter, a buffer or an argument has changed since the first forward.
         """
-        unit, value = self._unit, self._arguments()
+        unit, value, is_differentiable = self._unit, self._arguments(), torch.is_grad_enabled()
         self._check(value)
         with ExitStack() as stack:
             stack.enter_context(backwards.outside_transforms())
@@ -318,7 +320,7 @@ class Rerun:
             if self._rng is not None:
                 states = [torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in self._states]
                 self._rng.write([(state, None) for state in states])
-            return forward(value)
+            return forward(_apart(value, apart, is_differentiable))
 
     def _arguments(self) -> Any:
         """Return the arguments in containers of their own; RuntimeError if one is gone."""
@@ -359,7 +361,8 @@ class Rerun:
             return {}
         with CollectorPause():  # It would free memory of others between the levels.
             level = devices.level(self._device)
-            outputs = self.output(forward)
+            apart = dict[int, torch.Tensor]()
+            outputs = self.output(forward, apart)
             recorded = devices.level(self._device)
             if len(outputs) != len(given):
                 raise RuntimeError(
@@ -371,7 +374,7 @@ class Rerun:
             with core.without_hooks(core.hooks_of(asked.values())):
                 found = torch.autograd.grad(
                     [outputs[k] for k in roots],
-                    list(asked.values()),
+                    [apart.get(k, tensor) for k, tensor in asked.items()],
                     [given[k] for k in roots],
                     create_graph=torch.is_grad_enabled(),
                     allow_unused=True,
@@ -379,7 +382,7 @@ class Rerun:
             if torch.is_grad_enabled():
                 for reference, output in zip(mine, outputs, strict=False):
                     _join(reference(), output)
-            del outputs
+            del outputs, apart
             needed = max(recorded, devices.level(self._device)) - level
             self._notes.report(needed, self._is_used)
         if self._is_over:
@@ -441,6 +444,22 @@ def _join(tensor: torch.Tensor | None, newer: torch.Tensor) -> None:
         return
     with backwards.version_kept(tensor), backwards.hooks_moved(tensor, newer):
         _Joined.apply(tensor, newer)
+
+
+def _apart(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) -> Any:
+    """Return arguments without what they were computed of, which other arguments may be.
+
+    Those that are to be differentiated lead on to it, each by a node of its own.
+    """
+    tensors = tree_tensors(value)
+    asked = {id(t): t for t in tensors if t.requires_grad and not isinstance(t, nn.Parameter)}
+    for k, tensor in asked.items():
+        if not is_differentiable:
+            leaf = tensor.detach().requires_grad_()
+            apart[k] = leaf if tensor.is_leaf else leaf.view_as(leaf)
+        elif len(asked) > 1:
+            apart[k] = tensor.view_as(tensor)
+    return with_tensors(value, [apart.get(id(tensor), tensor) for tensor in tensors])
 
 
 def _let_go(tensors: Iterable[torch.Tensor]) -> list[Any]:
