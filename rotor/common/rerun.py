@@ -382,7 +382,8 @@ class Rerun:
             if torch.is_grad_enabled():
                 for reference, output in zip(mine, outputs, strict=False):
                     _join(reference(), output)
-            del outputs, apart
+            del outputs
+            apart.clear()
             needed = max(recorded, devices.level(self._device)) - level
             self._notes.report(needed, self._is_used)
         if self._is_over:
@@ -446,6 +447,19 @@ def _join(tensor: torch.Tensor | None, newer: torch.Tensor) -> None:
         _Joined.apply(tensor, newer)
 
 
+class _Bridge(Function):
+    """Node before an argument, which passes gradients on once the dictionary is empty."""
+
+    @staticmethod
+    def forward(ctx: Any, apart: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        ctx.apart = apart
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, *(gradients if not ctx.apart else [None])
+
+
 def _apart(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) -> Any:
     """Return arguments without what they were computed of, which other arguments may be.
 
@@ -457,8 +471,8 @@ def _apart(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) 
         if not is_differentiable:
             leaf = tensor.detach().requires_grad_()
             apart[k] = leaf if tensor.is_leaf else leaf.view_as(leaf)
-        elif len(asked) > 1:
-            apart[k] = tensor.view_as(tensor)
+        elif len(asked) > 1 or not tensor.is_leaf:
+            apart[k] = _Bridge.apply(apart, tensor)
     return with_tensors(value, [apart.get(id(tensor), tensor) for tensor in tensors])
 
 
