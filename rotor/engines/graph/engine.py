@@ -211,6 +211,7 @@ class GraphEngine(MeteredEngine):
             # Modules that prepare themselves in their first forward can be captured after it.
             if not run_once(self.context.module, *call.arguments):
                 raise error from None
+            release(error)
             return self._captured_once(loss_fn, call, numbers)
 
     def _captured_once(
