@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
@@ -103,6 +104,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         _answered_by(branches),
         functions_run_whole(),
         constant_branches(),
+        _bounded_deques(),
         _interpolation_of_eager(),
         draws.drawn_anew(),
         _unordered_settings(),
@@ -184,6 +186,27 @@ def capturing_again(branches: Branches, draws: Draws) -> Iterator[None]:
     finally:
         handler.remove_start_callback(begin)
         handler.remove_end_callback(end)
+
+
+@contextmanager
+def _bounded_deques() -> Iterator[None]:
+    """Have deques from outside of the captured code keep their greatest length."""
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
+
+    owner: Any = BaseListVariable
+    given = owner.__dict__["cls_for_instance"]
+
+    def cls_for_instance(value: Any) -> Any:
+        if type(value) is deque:
+            return partial(DequeVariable, maxlen=ConstantVariable.create(value.maxlen))
+        return given.__func__(value)
+
+    owner.cls_for_instance = staticmethod(cls_for_instance)
+    try:
+        yield
+    finally:
+        owner.cls_for_instance = given
 
 
 @contextmanager
