@@ -202,7 +202,7 @@ class ModelState:
         parameters = self.current_parameters()
         return (
             tuple([p is not None and p.requires_grad for p in parameters]),
-            tuple([p is not None and p.grad is None for p in parameters]),
+            tuple([p is not None and core.gradient_of(p) is None for p in parameters]),
         )
 
     def lacking_gradient(self, flags: tuple[bool, ...]) -> set[int]:

@@ -67,7 +67,7 @@ def training_flags_kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def gradients_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Take the gradients of parameters off inside, and put them back afterwards."""
-    kept = [(parameter, parameter.grad) for parameter in parameters]
+    kept = [(parameter, core.gradient_of(parameter)) for parameter in parameters]
     try:
         for parameter, _ in kept:
             parameter.grad = None
@@ -260,7 +260,9 @@ class Trial:
         leaves = [tensor for tensor in given if tensor.is_leaf and tensor.requires_grad]
         if not is_sharded:
             leaves += [p for module, *_ in self._modules for p in module.parameters(recurse=False)]
-        self._leaves = [(leaf, leaf.requires_grad, leaf.grad) for leaf in dict.fromkeys(leaves)]
+        self._leaves = [
+            (leaf, leaf.requires_grad, core.gradient_of(leaf)) for leaf in dict.fromkeys(leaves)
+        ]
         self._places = core.places_of(leaf for leaf, *_ in self._leaves)
         self._rng = RngTracker(device)
         self._states = self._rng.read()

@@ -283,7 +283,8 @@ class Context:
     @property
     def gradients(self) -> list[torch.Tensor]:
         """Existing gradients of the model's parameters."""
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
+        gradients = map(core.gradient_of, self.module.parameters())
+        return [gradient for gradient in gradients if gradient is not None]
 
     def is_current(self, plan: Any) -> bool:
         """Return whether steps still run under a plan."""

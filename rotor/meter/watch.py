@@ -155,7 +155,7 @@ def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
     """
     found = 0
     for parameter in parameters:
-        gradient = getattr(parameter, "grad", None)
+        gradient = None if parameter is None else core.gradient_of(parameter)
         if gradient is not None and gradient.layout is not torch.strided:
             found += memory.storage_bytes(core.strided_parts(gradient))
     more = max(found - plan.sparse_bytes, 0)

@@ -474,7 +474,9 @@ class BudgetedStep:
             return self._arrivals.missing_bytes
         slots = [slot for module in self._modules for slot in core.parameter_slots(module)]
         new = {id(p): p for p in (where[name] for where, name in slots) if p is not None}
-        return sum(p.nbytes for p in new.values() if p.requires_grad and p.grad is None)
+        return sum(
+            p.nbytes for p in new.values() if p.requires_grad and core.gradient_of(p) is None
+        )
 
     def _estimate(self, error: BudgetError) -> int:
         """Return a limit that is likely to suffice for a step that failed."""
