@@ -53,7 +53,13 @@ def in_lists_of_tensors(notes: Any, value: torch.Tensor) -> None:
     notes.setdefault("sums", [torch.zeros(4)])[0].add_(value.sum(0))
 
 
-@pytest.mark.parametrize("note", [in_lists, in_nested, in_objects, in_tensors, in_lists_of_tensors])
+def in_tuples(notes: Any, value: torch.Tensor) -> None:
+    notes.setdefault("pair", ([], "norms"))[0].append(value.norm().item())
+
+
+@pytest.mark.parametrize(
+    "note", [in_tuples, in_lists, in_nested, in_objects, in_tensors, in_lists_of_tensors]
+)
 def test_figures_in_new_containers_do_not_stay(note):
     notes: dict[str, Any] = defaultdict(list)
     model = Noting(lambda value: note(notes, value))

@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -450,7 +450,7 @@ class Watch:
         waiting = []
         for place in [place for cell in self._cells.values() for place in cell.places()]:
             value = place.get()
-            for held in value if isinstance(place, Contents) else [value]:
+            for held in _unpacked(tuple(value) if isinstance(place, Contents) else value):
                 if isinstance(held, torch.Tensor):
                     parts = core.strided_parts(held) if storages else ()
                     if any(core.storage_identity(part) in storages for part in parts):
@@ -466,31 +466,19 @@ class Watch:
                 waiting += holders[identity[0]]
         return found
 
-    def holding(self, places: Collection[tuple[int, Any]]) -> set[tuple[int, Any]]:
-        """Return the identities of changed places whose values hold other places."""
-        owners = {owner for owner, _ in places}
-        return {place.identity for place in self.changed() if _holds(place.get(), owners)}
-
     def restore(self, among: Collection[tuple[int, Any]] | None = None) -> None:
         """Restore the state at construction; of places of these identities only, if given."""
         for cell in self._cells.values():
             cell.restore(among)
 
 
-def _holds(value: Any, owners: Collection[int], depth: int = 4) -> bool:
-    """Return whether a value, or one in containers within it, is an owner of places."""
-    if isinstance(value, _SCALARS) or not depth:
-        return False
-    inner: Any = getattr(value, "__dict__", None)
-    if id(value) in owners or id(inner) in owners:
-        return True
-    if isinstance(value, dict):
-        inner = value
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        inner = dict(enumerate(value))
-    elif isinstance(value, nn.Module | type | torch.Tensor):
-        return False
-    return bool(inner) and any(_holds(item, owners, depth - 1) for item in [*inner.values()])
+def _unpacked(value: Any) -> Iterator[Any]:
+    """Yield a value, or what is in it if it is a tuple."""
+    if isinstance(value, tuple | frozenset):
+        for item in value:
+            yield from _unpacked(item)
+    else:
+        yield value
 
 
 def _is_data(value: Any) -> bool:

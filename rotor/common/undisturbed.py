@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core, traces
+from rotor._pytorch import backwards, core, traces
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.generators import RngTracker
 from rotor.common.module_state import Watch
@@ -67,7 +67,7 @@ def training_flags_kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def gradients_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Take the gradients of parameters off inside, and put them back afterwards."""
-    kept = [(parameter, core.gradient_of(parameter)) for parameter in parameters]
+    kept = [(parameter, backwards.gradient_of(parameter)) for parameter in parameters]
     try:
         for parameter, _ in kept:
             parameter.grad = None
@@ -261,7 +261,8 @@ class Trial:
         if not is_sharded:
             leaves += [p for module, *_ in self._modules for p in module.parameters(recurse=False)]
         self._leaves = [
-            (leaf, leaf.requires_grad, core.gradient_of(leaf)) for leaf in dict.fromkeys(leaves)
+            (leaf, leaf.requires_grad, backwards.gradient_of(leaf))
+            for leaf in dict.fromkeys(leaves)
         ]
         self._places = core.places_of(leaf for leaf, *_ in self._leaves)
         self._rng = RngTracker(device)
@@ -311,7 +312,7 @@ class Trial:
             places = again._watch.identities(rewritten)
             again.put_back()
             self._writes.undo(lambda storage: storage not in rewritten | self._given)
-            self._watch.restore(places | self._watch.holding(places))
+            self._watch.restore(places)
         for module, kind, training in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind  # Lazy modules, say.
