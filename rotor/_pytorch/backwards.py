@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from rotor._pytorch import core
 
 __all__ = [
+    "gradient_of",
     "hooks_made",
     "in_split_backward",
     "is_asked_for",
@@ -36,6 +37,11 @@ core.check(
         "utils.hooks.RemovableHandle.next_id",
     )
 )
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor's gradient; ``None`` for a result that keeps none, which PyTorch warns of."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def hooks_made() -> int:

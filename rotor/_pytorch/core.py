@@ -207,11 +207,6 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's gradient; ``None`` for a result that keeps none, which PyTorch warns of."""
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
-
-
 def places_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return plain tensors with aliases of their memory."""
     plain = (torch.Tensor, torch.nn.Parameter)

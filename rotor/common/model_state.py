@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rotor._pytorch import core, fsdp, modes
+from rotor._pytorch import backwards, core, fsdp, modes
 from rotor.common.rerun import Rerun, Unit
 
 __all__ = ["ModelState", "refuse_sharded", "refuse_unsuited_modules"]
@@ -202,7 +202,7 @@ class ModelState:
         parameters = self.current_parameters()
         return (
             tuple([p is not None and p.requires_grad for p in parameters]),
-            tuple([p is not None and core.gradient_of(p) is None for p in parameters]),
+            tuple([p is not None and backwards.gradient_of(p) is None for p in parameters]),
         )
 
     def lacking_gradient(self, flags: tuple[bool, ...]) -> set[int]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import backwards, core
 from rotor.algorithms.curve import Curve
 from rotor.common.calls import Reads, sample_call
 from rotor.common.frames import warn_caller
@@ -283,7 +283,7 @@ class Context:
     @property
     def gradients(self) -> list[torch.Tensor]:
         """Existing gradients of the model's parameters."""
-        gradients = map(core.gradient_of, self.module.parameters())
+        gradients = map(backwards.gradient_of, self.module.parameters())
         return [gradient for gradient in gradients if gradient is not None]
 
     def is_current(self, plan: Any) -> bool:

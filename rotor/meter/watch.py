@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rotor import _core
-from rotor._pytorch import core, devices
+from rotor._pytorch import backwards, core, devices
 from rotor.common.accounting import is_metered_again, is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
@@ -155,7 +155,7 @@ def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
     """
     found = 0
     for parameter in parameters:
-        gradient = None if parameter is None else core.gradient_of(parameter)
+        gradient = None if parameter is None else backwards.gradient_of(parameter)
         if gradient is not None and gradient.layout is not torch.strided:
             found += memory.storage_bytes(core.strided_parts(gradient))
     more = max(found - plan.sparse_bytes, 0)

@@ -475,7 +475,7 @@ class BudgetedStep:
         slots = [slot for module in self._modules for slot in core.parameter_slots(module)]
         new = {id(p): p for p in (where[name] for where, name in slots) if p is not None}
         return sum(
-            p.nbytes for p in new.values() if p.requires_grad and core.gradient_of(p) is None
+            p.nbytes for p in new.values() if p.requires_grad and backwards.gradient_of(p) is None
         )
 
     def _estimate(self, error: BudgetError) -> int:
