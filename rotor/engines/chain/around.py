@@ -41,8 +41,8 @@ class Around:
         arg: Any,
     ) -> None:
         self._begun, self._inspection, self._schedule = begun, inspection, schedule
-        is_first = schedule.head == 0 < schedule.tail
-        self._arg, self._rerun = arg, begun(arg) if is_first else None
+        # A step that leaves all to plain autograd too shows which buffers forwards write to.
+        self._arg, self._rerun = arg, begun(arg) if schedule.head == 0 else None
         self._hooks, self._is_hooked = 0, False
 
     def begin(self, arg: Any) -> None:
