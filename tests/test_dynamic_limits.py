@@ -21,6 +21,13 @@ STEPS = 5
 FIRST = "the limit of .* of which nothing was known before"
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what operators needed in earlier tests."""
+    needs: dict[Any, Any] = {}
+    monkeypatch.setattr("rotor.dtr.recall.known_needs", lambda device: needs)
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
