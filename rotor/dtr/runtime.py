@@ -330,9 +330,12 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         self._is_leaving = True
         overflows = self._overflows
         try:
-            # Bringing one back may evict another that is not pinned yet.
-            while nodes := book.evicted():
+            # Bringing one back may evict another that is not pinned yet. What Python's collector
+            # takes together with the session stays away: its storage is gone, its end not yet told.
+            earlier: list[int] = []
+            while (nodes := book.evicted()) and nodes != earlier:
                 self._restore(nodes)
+                earlier = nodes
         except OSError:
             self._fill_lost()
             raise
