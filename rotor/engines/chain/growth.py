@@ -214,13 +214,20 @@ def _learn_growth(engine: Any, plan: Any, watch: StageWatch) -> None:
     plan.differs = True
     if not (watch.is_new and engine.context.is_current(plan)):
         return
-    peak = engine.repriced(plan)
-    note_peak(plan, peak)
-    if peak > plan.limit_bytes:
-        plan.measured_bytes = max(plan.measured_bytes or 0, peak)
-        plan.outdated = True
+    if peak := _excess(engine, plan):
         names = [plan.inspection.measures[i].name for i in sorted(watch.growth)]
         warn_excess(plan, peak, names)
+
+
+def _excess(engine: Any, plan: Any) -> int:
+    """Note the need of a plan by the latest costs; return it where it is over the limit, else 0."""
+    peak: int = engine.repriced(plan)
+    note_peak(plan, peak)
+    if peak <= plan.limit_bytes:
+        return 0
+    plan.measured_bytes = max(plan.measured_bytes or 0, peak)
+    plan.outdated = engine.context.is_current(plan)
+    return peak
 
 
 def watch_output(engine: Any, plan: Any, output: Any) -> None:
@@ -244,17 +251,13 @@ def watch_output(engine: Any, plan: Any, output: Any) -> None:
         if found is not None and not all(storage.expired() for storage in storages):
             _learn_held(found, plan)
 
-    for tensor in watched[:1]:
+    for tensor in watched:
         tensor.register_hook(lambda _: core.at_end_of_backward(finish))
 
 
 def _learn_held(engine: Any, plan: Any) -> None:
     engine.held.add(plan.key.measured)
-    peak = engine.repriced(plan)
-    note_peak(plan, peak)
-    if peak > plan.limit_bytes:
-        plan.measured_bytes = max(plan.measured_bytes or 0, peak)
-        plan.outdated = engine.context.is_current(plan)
+    if peak := _excess(engine, plan):
         engine.context.warn(
             "held",
             f"a step needed {exact_bytes(peak)}, and the limit is {exact_bytes(plan.limit_bytes)}: "

@@ -16,7 +16,6 @@ from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, solved
 from rotor.chain import Chain
 from rotor.common.accounting import assumed_loss_bytes, generator_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
-from rotor.common.frames import release
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.schedule import Schedule
@@ -327,7 +326,7 @@ def _make_chain_plan(
         for count in (1, 3)
     )
     found: Plan | None = None
-    refusal: InfeasibleError | None = None
+    refusal: tuple[Any, ...] = ()
     # The executor's bytes depend on the schedule, and the schedule on the rest of the limit.
     waiting, tried = [fewest, most], set[int]()
     while waiting:
@@ -338,8 +337,7 @@ def _make_chain_plan(
         try:
             plan = solve(own)
         except InfeasibleError as error:
-            release(error)
-            refusal = error
+            refusal = error.args
             continue
         if fits(plan) and own == fewest:
             return plan
@@ -348,6 +346,5 @@ def _make_chain_plan(
         if len(tried) < _ATTEMPTS:
             waiting.append(plan.executor_bytes)
     if found is None:
-        assert refusal is not None
-        raise InfeasibleError(*refusal.args)
+        raise InfeasibleError(*refusal)
     return found
