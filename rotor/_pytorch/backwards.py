@@ -6,7 +6,7 @@ import sys
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from rotor._pytorch import core
 
 __all__ = [
-    "gradient_of",
+    "gradients_of",
     "hooks_made",
     "in_split_backward",
     "is_asked_for",
@@ -39,9 +39,9 @@ core.check(
 )
 
 
-def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's gradient; ``None`` for a result that keeps none, which PyTorch warns of."""
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+def gradients_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return tensors' gradients; ``None`` for results that keep none, which PyTorch warns of."""
+    return [t.grad if t is not None and (t.is_leaf or t.retains_grad) else None for t in tensors]
 
 
 def hooks_made() -> int:

@@ -200,9 +200,10 @@ class ModelState:
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Return flags of the parameters: which require gradients, and which have none yet."""
         parameters = self.current_parameters()
+        found = zip(parameters, backwards.gradients_of(parameters), strict=True)
         return (
             tuple([p is not None and p.requires_grad for p in parameters]),
-            tuple([p is not None and backwards.gradient_of(p) is None for p in parameters]),
+            tuple([p is not None and gradient is None for p, gradient in found]),
         )
 
     def lacking_gradient(self, flags: tuple[bool, ...]) -> set[int]:

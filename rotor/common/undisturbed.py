@@ -67,7 +67,8 @@ def training_flags_kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def gradients_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Take the gradients of parameters off inside, and put them back afterwards."""
-    kept = [(parameter, backwards.gradient_of(parameter)) for parameter in parameters]
+    parameters = list(parameters)
+    kept = list(zip(parameters, backwards.gradients_of(parameters), strict=True))
     try:
         for parameter, _ in kept:
             parameter.grad = None
@@ -260,10 +261,10 @@ class Trial:
         leaves = [tensor for tensor in given if tensor.is_leaf and tensor.requires_grad]
         if not is_sharded:
             leaves += [p for module, *_ in self._modules for p in module.parameters(recurse=False)]
-        self._leaves = [
-            (leaf, leaf.requires_grad, backwards.gradient_of(leaf))
-            for leaf in dict.fromkeys(leaves)
-        ]
+        leaves = list(dict.fromkeys(leaves))
+        gradients = backwards.gradients_of(leaves)
+        flags = [leaf.requires_grad for leaf in leaves]
+        self._leaves = list(zip(leaves, flags, gradients, strict=True))
         self._places = core.places_of(leaf for leaf, *_ in self._leaves)
         self._rng = RngTracker(device)
         self._states = self._rng.read()

@@ -283,7 +283,7 @@ class Context:
     @property
     def gradients(self) -> list[torch.Tensor]:
         """Existing gradients of the model's parameters."""
-        gradients = map(backwards.gradient_of, self.module.parameters())
+        gradients = backwards.gradients_of(self.module.parameters())
         return [gradient for gradient in gradients if gradient is not None]
 
     def is_current(self, plan: Any) -> bool:

@@ -154,8 +154,7 @@ def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
         Present parameters; ``None`` for those that pruning took out of their slots.
     """
     found = 0
-    for parameter in parameters:
-        gradient = None if parameter is None else backwards.gradient_of(parameter)
+    for gradient in backwards.gradients_of(parameters):
         if gradient is not None and gradient.layout is not torch.strided:
             found += memory.storage_bytes(core.strided_parts(gradient))
     more = max(found - plan.sparse_bytes, 0)

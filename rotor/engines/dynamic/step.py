@@ -473,10 +473,10 @@ class BudgetedStep:
         if self._arrivals is not None:
             return self._arrivals.missing_bytes
         slots = [slot for module in self._modules for slot in core.parameter_slots(module)]
-        new = {id(p): p for p in (where[name] for where, name in slots) if p is not None}
-        return sum(
-            p.nbytes for p in new.values() if p.requires_grad and backwards.gradient_of(p) is None
-        )
+        parameters = dict.fromkeys(where[name] for where, name in slots if where[name] is not None)
+        gradients = backwards.gradients_of(parameters)
+        missing = zip(parameters, gradients, strict=True)
+        return sum(p.nbytes for p, gradient in missing if p.requires_grad and gradient is None)
 
     def _estimate(self, error: BudgetError) -> int:
         """Return a limit that is likely to suffice for a step that failed."""
