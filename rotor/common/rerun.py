@@ -82,6 +82,7 @@ class Unit:
         self.modules = list(modules)
         self.parameters = [slot for m in self.modules for slot in core.parameter_slots(m)]
         self.buffers = [slot for m in self.modules for slot in core.buffer_slots(m)]
+        self.slots = [*self.parameters, *self.buffers]
         self.read_parameters = core.reader(self.parameters)
         self.read_buffers = core.reader(self.buffers)
         self._versions: list[tuple[int, int]] | None = None
@@ -95,13 +96,8 @@ class Unit:
         """Return the training flag of every module."""
         return [module.training for module in self.modules]
 
-    def parameter_versions(self) -> list[tuple[int, int]]:
-        """Return what changes when a parameter is written to or replaced."""
-        return _versions(self.read_parameters())
-
-    def written_buffers(self) -> tuple[list[tuple[int, int]], dict[int, torch.Tensor | None]]:
-        """Return the versions of all buffers, and copies of those that forwards write to."""
-        values = list(self.read_buffers())
+    def written_buffers(self, values: list[Any]) -> dict[int, torch.Tensor | None]:
+        """Return copies of those buffers that forwards write to."""
         now = _versions(values)
         if self._versions is None:
             written = {k for k, v in enumerate(values) if v is None or _bytes(v) <= _FIRST_BYTES}
@@ -113,7 +109,7 @@ class Unit:
         found: dict[int, torch.Tensor | None] = {}
         for k in written:
             found[k] = None if values[k] is None else values[k].detach().clone()
-        return now, found
+        return found
 
     def surroundings(self) -> Surroundings | None:
         """Return the Python state of a forward that begins; ``None`` once it has proved constant.
@@ -222,8 +218,11 @@ class Rerun:
         self._rng = RngTracker(device) if self._notes.preserves_rng else None
         self._autocast = AutocastState(device.type)
         self._flags = unit.flags()
-        self._parameters = unit.parameter_versions()
-        self._buffers, self._before = unit.written_buffers()
+        buffers = list(unit.read_buffers())
+        self._before = unit.written_buffers(buffers)
+        others = [None if k in self._before else buffer for k, buffer in enumerate(buffers)]
+        self._kept = [*unit.read_parameters(), *others]
+        self._versions = _versions(self._kept)
         tensors = tree_tensors(value)
         self._value = with_tensors(value, tensors if is_whole else _let_go(tensors))
         # The tensors of the states would count as memory of the step.
@@ -284,6 +283,7 @@ class Rerun:
     def _drop(self) -> None:
         """Drop the arguments and states: no other backward comes."""
         self._value, self._states, self._before, self.surroundings = None, [], {}, None
+        self._kept = []
 
     def output(self, forward: Callable[[Any], Any], apart: dict[int, torch.Tensor]) -> Any:
         """Return the result of the part's forward, run again from the same state with a tape.
@@ -298,7 +298,7 @@ class Rerun:
         Raises
         ------
         RuntimeError
-            A parameter, a buffer or an argument has changed since the first forward.
+            A parameter, a buffer or an argument was written to since the first forward.
         """
         unit, value, is_differentiable = self._unit, self._arguments(), torch.is_grad_enabled()
         self._check(value)
@@ -310,9 +310,14 @@ class Rerun:
             stack.enter_context(generators_kept(unit.modules))
             if self.surroundings is not None:
                 stack.enter_context(self.surroundings.put_back())
+            stack.enter_context(torch.enable_grad())
+            value, kept = _apart((value, self._kept), apart, is_differentiable)
+            for (where, name), tensor in zip(unit.slots, kept, strict=True):
+                if tensor is not None and tensor is not where[name]:
+                    # `torch.func.functional_call` has put it in for one forward, say.
+                    where[name] = tensor
             stack.enter_context(buffers_copied(unit.buffers))
             stack.enter_context(self._autocast)
-            stack.enter_context(torch.enable_grad())
             for k, before in self._before.items():
                 where, name = unit.buffers[k]
                 if before is not None:
@@ -320,7 +325,7 @@ class Rerun:
             if self._rng is not None:
                 states = [torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in self._states]
                 self._rng.write([(state, None) for state in states])
-            return forward(_apart(value, apart, is_differentiable))
+            return forward(value)
 
     def _arguments(self) -> Any:
         """Return the arguments in containers of their own; RuntimeError if one is gone."""
@@ -392,24 +397,17 @@ class Rerun:
 
     def _check(self, value: Any) -> None:
         unit = self._unit
-        buffers = zip(self._buffers, _versions(unit.read_buffers()), strict=True)
-        changed = [
-            f"parameter {unit.parameters[k][1]}"
-            for k, pair in enumerate(zip(self._parameters, unit.parameter_versions(), strict=True))
-            if pair[0] != pair[1]
-        ]
-        changed += [
-            f"buffer {unit.buffers[k][1]}"
-            for k, (old, new) in enumerate(buffers)
-            if old != new and k not in self._before
-        ]
+        now = zip(unit.slots, _versions(self._kept), self._versions, strict=True)
+        found = [k for k, (_, new, old) in enumerate(now) if new != old]
+        kinds = ["parameter", "buffer"]
+        changed = [f"{kinds[k >= len(unit.parameters)]} {unit.slots[k][1]}" for k in found]
         if versions(tree_tensors(value)) != self._inputs:
             changed.append("an argument")
         if changed:
             raise RuntimeError(
-                f"{changed[0]} of the model was changed in place, or replaced, since its forward "
-                "began, by that forward or after it, and this backward has to run it again: change "
-                "it after the backward, or use the plain model (chk.module) for such a backward"
+                f"{changed[0]} of the model was changed in place since its forward began, by that "
+                "forward or after it, and this backward has to run it again: change it after the "
+                "backward, or use the plain model (chk.module) for such a backward"
             )
 
 

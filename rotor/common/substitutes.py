@@ -7,7 +7,7 @@ not a copy: so tensors are exchanged within them, and exchanged back when the ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,9 @@ __all__ = ["substituted"]
 
 
 @contextmanager
-def substituted(value: Any, given: Mapping[int, torch.Tensor]) -> Iterator[Any]:
+def substituted(
+    value: Any, given: Mapping[int, torch.Tensor], slots: Sequence[core.Slot] = ()
+) -> Iterator[Any]:
     """Give a value with tensors replaced in the context; tuples alone are copied.
 
     Parameters
@@ -29,14 +31,26 @@ def substituted(value: Any, given: Mapping[int, torch.Tensor]) -> Iterator[Any]:
         Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
     given
         Substitutes of tensors, by ``id``.
+    slots
+        Places of more values, (dictionary, name), where tensors are replaced too.
     """
     found: dict[int, torch.Tensor] = {}
     try:
+        _exchange_in(slots, given, found)
         yield _exchanged(value, given, found, set()) if given else value
     finally:
         if given:
             theirs = {id(given[key]): tensor for key, tensor in found.items() if key in given}
             _exchanged(value, theirs, {}, set())
+            _exchange_in(slots, theirs, {})
+
+
+def _exchange_in(
+    slots: Sequence[core.Slot], given: Mapping[int, torch.Tensor], found: dict[int, torch.Tensor]
+) -> None:
+    for where, name in slots:
+        if name in where:
+            where[name] = _exchanged(where[name], given, found, set())
 
 
 # A closure that calls itself would keep the tensors until the next garbage collection.

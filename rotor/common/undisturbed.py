@@ -131,7 +131,7 @@ def buffers_copied(slots: Iterable[core.Slot]) -> Iterator[None]:
     copies: dict[int, torch.Tensor] = {}
     try:
         for (where, name), buffer in kept:
-            if buffer is not None:
+            if buffer is not None and not buffer.requires_grad:
                 if id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 where[name] = copies[id(buffer)]

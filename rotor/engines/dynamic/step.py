@@ -12,7 +12,7 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from rotor.common.references import replace_references
 from rotor.common.rerun import Rerun, Surroundings
 from rotor.common.substitutes import substituted
 from rotor.common.tensor_trees import output_tensors, replaced, tree_tensors
+from rotor.dtr.context import current
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
 from rotor.engines.dynamic.undo import Undo
@@ -163,7 +164,7 @@ class BudgetedStep:
         InfeasibleError
             The limit cannot be kept. Parameters, buffers and the random state are as before.
         """
-        outer, own = _own_inputs(value)
+        outer, own, slots = _own_inputs(value, self._places(with_parameters=True))
         inner = list(own.values())
         self._undo.inputs = tree_tensors(value)
         output = None
@@ -176,7 +177,7 @@ class BudgetedStep:
             self._surroundings = rerun.surroundings
         self._room = room
         try:
-            with self.session.running(), _OwnCasts(), substituted(value, own) as mine:
+            with self.session.running(), _OwnCasts(), substituted(value, own, slots) as mine:
                 output = call(*mine)
             del mine
             found = list(_returned(output))
@@ -276,16 +277,19 @@ class BudgetedStep:
 
     # -- values of a forward that are kept elsewhere
 
-    def _places(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def _places(self, *, with_parameters: bool = False) -> Iterator[tuple[core.Slot, Any]]:
         for module in self._modules:
-            for where, name in core.buffer_slots(module):
-                yield where, name, where[name]
+            slots = core.buffer_slots(module)
+            if with_parameters:
+                slots += core.parameter_slots(module)
+            for slot in slots:
+                yield slot, slot[0][slot[1]]
             for name, value in list(vars(module).items()):
                 if name not in _OWN_NAMES and _may_hold_tensors(value):
-                    yield vars(module), name, value
+                    yield (vars(module), name), value
 
     def _attributes(self) -> list[torch.Tensor]:
-        found = [tensor for _, _, value in self._places() for tensor in tree_tensors(value)]
+        found = [tensor for _, value in self._places() for tensor in tree_tensors(value)]
         for place in hook_places(self._modules):
             found += tensors_in(place.get())
         return found
@@ -300,7 +304,7 @@ class BudgetedStep:
         others
             Inputs that the forward has put somewhere.
         """
-        for where, name, value in self._places():
+        for (where, name), value in self._places():
             if any(id(tensor) in given for tensor in tree_tensors(value)):
                 where[name] = replaced(value, given)
         # Attributes of modules are the usual place, and found faster than others.
@@ -328,8 +332,14 @@ class BudgetedStep:
             as before the forward.
         RuntimeError
             A backward has run already, and did not keep the graph; a tensor that the recomputation
-            needs was written to since the forward.
+            needs was written to since the forward; or this is part of another step's backward.
         """
+        if current() is not None:
+            raise RuntimeError(
+                "a forward of the dynamic engine has read a result of an earlier one from a global "
+                "name or a closure, and the gradient of that is not known: pass it as an argument, "
+                'keep it in an attribute of the model, or use engine="auto"'
+            )
         edges = self._edges or []
         roots = [k for k, gradient in enumerate(gradients) if gradient is not None]
         rerun = self._rerun
@@ -568,14 +578,22 @@ def _may_hold_tensors(value: Any) -> bool:
     )
 
 
-def _own_inputs(value: Any) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Return tensors of the caller's graph, and their inner substitutes by ``id``."""
-    outer: dict[int, torch.Tensor] = {}
-    for tensor in tree_tensors(value):
-        if tensor.requires_grad and not tensor.is_leaf:
-            outer.setdefault(id(tensor), tensor)
+def _own_inputs(
+    value: Any, places: Iterable[tuple[core.Slot, Any]]
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], list[core.Slot]]:
+    """Return tensors of the caller's graph, inner substitutes by ``id``, and slots of such ones."""
+    outer = {id(tensor): tensor for tensor in _computed(value)}
+    slots = []
+    for slot, held in places:
+        if found := _computed(held):
+            slots.append(slot)
+            outer |= {id(tensor): tensor for tensor in found}
     own = {key: tensor.detach().requires_grad_() for key, tensor in outer.items()}
-    return list(outer.values()), own
+    return list(outer.values()), own, slots
+
+
+def _computed(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_tensors(value) if t.requires_grad and not t.is_leaf]
 
 
 def _returned(value: Any) -> Iterator[torch.Tensor]:
