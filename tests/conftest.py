@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -32,8 +33,27 @@ def few_objects():
     gc.freeze()
 
 
+_LEARNT = {
+    "rotor._pytorch.devices": ["_prepared"],
+    "rotor.common.checksums": ["_keys"],
+    "rotor.dtr.repeating": ["_known"],
+    "rotor.dtr.signatures": ["_needs", "_timed"],
+    "rotor.engines.chain.ends": ["source_of", "token_of"],
+}
+"""Tables of a process, and functions with one: operators' needs, and tensors kept on devices."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_learnt():
+    """Begin each test with what a new process knows of operators and devices."""
+    for module, names in _LEARNT.items():
+        for name in names if module in sys.modules else ():
+            table = getattr(sys.modules[module], name)
+            (table.cache_clear if callable(table) else table.clear)()
+
+
 @pytest.fixture
-def sim():
+def sim(nothing_learnt):
     """Give the simulated accelerator, empty, with the settings it starts with."""
     import torch
     from accelerator import load

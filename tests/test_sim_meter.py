@@ -203,12 +203,17 @@ def test_metered_steps_leave_peak_statistics(sim, engine, make, peak_bytes):
 
 
 def test_a_backward_of_another_thread_is_measured_by_counters(sim):
-    """Give a metered step up whose backward another thread runs, and count the next ones."""
-    wrapped = rotor.Checkpointable(
-        sequence().to("sim"), mem_limit="512 KiB", engine="chain", verbosity=0
-    )
+    """Give a metered step up whose backward another thread runs, and count the next one."""
     value = torch.randn(256, 64, device="sim")
-    wrapped.measure(value)
+
+    def wrap():
+        wrapped = rotor.Checkpointable(
+            sequence().to("sim"), mem_limit="512 KiB", engine="chain", verbosity=0
+        )
+        wrapped.measure(value)
+        return wrapped
+
+    wrapped, other = wrap(), wrap()
 
     def step():
         loss = wrapped(value).square().mean()
@@ -221,6 +226,9 @@ def test_a_backward_of_another_thread_is_measured_by_counters(sim):
     assert wrapped.plan.measured_bytes is None
     step()
     assert wrapped.plan.measured_bytes > 256 * KIB
+    assert wrapped.plan.measured_timeline is None
+    other(value).square().mean().backward()
+    assert other.plan.measured_timeline is not None
 
 
 @pytest.mark.parametrize("engine", ["chain", "graph"])

@@ -474,7 +474,7 @@ class _DeviceMeter(Meter):
         elif core.profiler_enabled_here():
             main_thread.at_return_of_backward(self._note_end, done, failed)
         else:
-            # A backward run by a thread that did not run the forward.
+            # A backward run by a thread that did not run the forward, as the next one may be.
             _DeviceMeter._by_counters = True
             failed()
 
@@ -485,7 +485,10 @@ class _DeviceMeter(Meter):
     def _may_trace(self) -> bool:
         if core.in_backward() or _profiler.profiler_in_use():
             return False
-        return self._pause.is_on or (main_thread.is_current() and not self._by_counters)
+        if self._pause.is_on:
+            return True
+        by_counters, _DeviceMeter._by_counters = _DeviceMeter._by_counters, False
+        return main_thread.is_current() and not by_counters
 
     def _begin(self) -> None:
         is_traced = self._may_trace()
