@@ -24,6 +24,7 @@ def folder_with(name: str, text: str, tmp_path: Path, monkeypatch) -> Iterator[P
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
     """Return exit code, standard output and standard error of a command."""
+    _forget_main()
     code = main([str(argument) for argument in arguments])
     return code, *capsys.readouterr()
 
@@ -33,3 +34,12 @@ def data_of(capsys, *arguments: object) -> dict:
     code, out, err = run(capsys, *arguments, "--json", "--quiet")
     assert (code, err) == (0, "")
     return json.loads(out)
+
+
+def _forget_main() -> None:
+    """Have Dynamo look up the main module of the script to run: it knows that of an earlier one."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rotor."):
+            vars(module).pop("__import___main__", None)
+        elif name == "torch._dynamo.symbolic_convert":
+            module._import_module.cache_clear()

@@ -145,6 +145,7 @@ class _Watcher:
         self.stop: Callable[[], None] = lambda: None
         self._outer: nn.Module | None = None
         self._module: nn.Module | None = None
+        self._main = sys.modules["__main__"]
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._name = ""
         self._hint = ""
@@ -180,6 +181,7 @@ class _Watcher:
     def _begin(self, outer: nn.Module, args: Any, kwargs: Any) -> None:
         self._outer, self._call = outer, (args, kwargs)
         self._module = module = unwrapped(outer)
+        self._main = sys.modules["__main__"]
         self._name, self._hint = _variable(outer)
         if self._limit is not None:
             self._planned = PlannedForward(module, mem_limit=self._limit)
@@ -212,13 +214,21 @@ class _Watcher:
         meter.forward_done(output_tensors(output))
         return output
 
+    def _advise(self) -> Advice:
+        """Plan in the script's main module, where a capture looks names up; it may have ended."""
+        assert self._module is not None
+        args, kwargs = self._call
+        main, sys.modules["__main__"] = sys.modules["__main__"], self._main
+        try:
+            return advise(self._module, args, kwargs)
+        finally:
+            sys.modules["__main__"] = main
+
     def explain(self) -> None:
         """Say what the step of the noted call needs, and what a limit costs."""
         self._is_explained = True
-        assert self._module is not None
-        args, kwargs = self._call
         try:
-            advice = advise(self._module, args, kwargs)
+            advice = self._advise()
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             needs = "" if self._needs is None else f"needs {format_bytes(self._needs)}, and "
             self._tell(f"a training step {needs}could not be planned: {_first_line(error)}")
@@ -231,13 +241,12 @@ class _Watcher:
         if self._module is None:
             self._tell("no module was training before: the memory went elsewhere")
             return
-        args, kwargs = self._call
-        device = device_of_call(self._module, args, kwargs)
+        device = device_of_call(self._module, *self._call)
         for parameter in self._module.parameters():
             parameter.grad = None
         limit = default_limit(allocator.free_bytes(device))
         try:
-            advice = advise(self._module, args, kwargs)
+            advice = self._advise()
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             self._tell(f"the training step could not be planned: {_first_line(error)}")
             return
