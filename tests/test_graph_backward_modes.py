@@ -18,11 +18,33 @@ def autocast() -> Any:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@contextlib.contextmanager
+def without_mkldnn() -> Any:
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+@contextlib.contextmanager
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 MODES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "autocast around the backward": (contextlib.nullcontext, autocast),
     "autocast around both": (autocast, autocast),
     "autocast around the forward": (autocast, contextlib.nullcontext),
     "inference mode around the backward": (contextlib.nullcontext, torch.inference_mode),
+    "other kernels in the backward": (contextlib.nullcontext, without_mkldnn),
+    "other kernels in the forward": (without_mkldnn, contextlib.nullcontext),
+    "deterministic mode around the backward": (contextlib.nullcontext, deterministic),
+    "deterministic mode around the forward": (deterministic, contextlib.nullcontext),
 }
 
 
@@ -32,7 +54,7 @@ class Net(nn.Module):
     def __init__(self, *, breaks: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Dropout(0.1), nn.Linear(96, 32))
+            nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32))
             for _ in range(5)
         )
         self.norm, self.breaks = nn.LayerNorm(32), breaks
@@ -49,7 +71,7 @@ def gradients(mode: str, engine: str | None, *, breaks: bool = False) -> list[to
     forward, backward = MODES[mode]
     torch.manual_seed(0)
     net = Net(breaks=breaks)
-    limit: dict[str, Any] = {"mem_limit": "1200 KB", "engine": engine, "verbosity": 0}
+    limit: dict[str, Any] = {"mem_limit": "900 KB", "engine": engine, "verbosity": 0}
     model = net if engine is None else rotor.Checkpointable(net, **limit)
     x, found = torch.randn(256, 32), []
     for step in range(4):

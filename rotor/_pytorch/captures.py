@@ -20,6 +20,7 @@ __all__ = [
     "as_eager",
     "check",
     "checks_kept",
+    "for_any_mode",
     "forget_compiled",
     "is_effect",
     "is_token",
@@ -51,6 +52,7 @@ _REQUIRED = (
     "_functorch._aot_autograd.descriptors.BackwardTokenAOTInput",
     "_functorch._aot_autograd.descriptors.ForwardTokenAOTInput",
     "_functorch.config.backward_pass_autocast",
+    "_guards.TracingContext.try_get",
     "_guards.detect_fake_mode",
     "_higher_order_ops.effects._EffectType.ORDERED",
     "_higher_order_ops.effects._get_effect",
@@ -79,6 +81,22 @@ def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
                 if not in_autocast:
                     keep_whole(part)
                 cast_once(part)
+        return compiler(module, inputs)
+
+    return compiled
+
+
+def for_any_mode(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiler of forwards whose backwards run in the deterministic mode that they find.
+
+    PyTorch refuses one where the mode was switched on after the forward.
+    """
+    from torch._guards import TracingContext
+
+    def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.deterministic = None
         return compiler(module, inputs)
 
     return compiled

@@ -311,14 +311,10 @@ class Watch:
             self._object(name, value)
 
     def _module(self, name: str, module: nn.Module) -> None:
-        slots = vars(module)
+        slots, internals = vars(module), self.internals
         if type(module).__module__.startswith("rotor.") and is_library(type(module).__module__):
             slots = {}
-
-        def keys() -> list[str]:
-            return [key for key in slots if key not in self.internals]
-
-        self._values(name, slots, Entry, keys)
+        self._values(name, slots, Entry, lambda: [key for key in slots if key not in internals])
         for inner in self._slots_of(module):
             # The values of parameters and buffers are kept by others.
             self._slots.add(id(inner))

@@ -25,7 +25,8 @@ from rotor._pytorch import backwards, core, devices
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.collector import CollectorPause
 from rotor.common.dependencies import Dependencies, Record
-from rotor.common.generators import SPLIT_BACKWARD, AutocastState, RngTracker
+from rotor.common.generators import SPLIT_BACKWARD, RngTracker
+from rotor.common.modes import Modes
 from rotor.common.module_state import is_same
 from rotor.common.tensor_trees import (
     output_tensors,
@@ -216,7 +217,7 @@ class Rerun:
         self._unit, self._device = unit, device
         self._notes = STEP.get() or StepNotes()
         self._rng = RngTracker(device) if self._notes.preserves_rng else None
-        self._autocast = AutocastState(device.type)
+        self._modes = Modes(device.type)
         self._flags = unit.flags()
         buffers = list(unit.read_buffers())
         self._before = unit.written_buffers(buffers)
@@ -310,6 +311,7 @@ class Rerun:
             stack.enter_context(generators_kept(unit.modules))
             if self.surroundings is not None:
                 stack.enter_context(self.surroundings.put_back())
+            stack.enter_context(self._modes)
             stack.enter_context(torch.enable_grad())
             value, kept = _apart((value, self._kept), apart, is_differentiable)
             for (where, name), tensor in zip(unit.slots, kept, strict=True):
@@ -317,7 +319,6 @@ class Rerun:
                     # `torch.func.functional_call` has put it in for one forward, say.
                     where[name] = tensor
             stack.enter_context(buffers_copied(unit.buffers))
-            stack.enter_context(self._autocast)
             for k, before in self._before.items():
                 where, name = unit.buffers[k]
                 if before is not None:

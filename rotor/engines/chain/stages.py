@@ -175,21 +175,20 @@ def find_stages(model: nn.Module) -> list[Stage]:
             "the one before it returns (rotor.models has many), or wrap an nn.Sequential inside "
             "the model, such as model.features"
         )
-    stages: list[Stage] = []
-
-    def explore(prefix: str, module: nn.Module) -> None:
-        # named_children() would drop a module that is used twice.
-        for name, child in core.child_modules(module):
-            dotted = f"{prefix}{name}"
-            if is_plain_sequential(child) and not core.has_hooks(child):
-                explore(f"{dotted}.", child)
-            else:
-                stages.append(Stage([dotted], [child]))
-
-    explore("", model)
+    stages = list(_stages_of("", model))
     if not stages:
         raise ValueError("the nn.Sequential is empty: give it one stage at least")
     return stages
+
+
+def _stages_of(prefix: str, module: nn.Module) -> Iterator[Stage]:
+    # named_children() would drop a module that is used twice.
+    for name, child in core.child_modules(module):
+        dotted = f"{prefix}{name}"
+        if is_plain_sequential(child) and not core.has_hooks(child):
+            yield from _stages_of(f"{dotted}.", child)
+        else:
+            yield Stage([dotted], [child])
 
 
 def shared_parameters(stages: Iterable[Stage]) -> set[int]:

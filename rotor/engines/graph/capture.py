@@ -246,9 +246,13 @@ class Capture:
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
         # which keeps the function.
         partition, forward = _weakly(self._partition), _weakly(self._forward)
+
+        def compiled(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            return Capture._boxed(forward, module.meta[_GRAPH])
+
         compiler = core.aot_backend(
             partition=partition,
-            forward=lambda module, inputs: Capture._boxed(forward, module.meta[_GRAPH]),
+            forward=compiled if backend == "inductor" else captures.for_any_mode(compiled),
             backward=lambda module, inputs: Capture._boxed(Capture._backward, module.meta[_GRAPH]),
             inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from rotor._pytorch import core, symbols
+from rotor._pytorch import core, dispatch, symbols
 from rotor.common.kept_code import compiled
 from rotor.engines.graph.actions import (
     Action,
@@ -30,12 +30,12 @@ from rotor.engines.graph.actions import (
     outputs_among,
     stored_values,
 )
-from rotor.engines.graph.autocast import in_either_mode, within_autocast
 from rotor.engines.graph.false_edges import of_sizes
 from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.moves import Moves
 from rotor.engines.graph.numbers import Written
 from rotor.engines.graph.offloading import Layout, Places
+from rotor.engines.graph.other_modes import OtherModes
 from rotor.engines.graph.pooling import Pooling
 from rotor.engines.graph.proving import Prover
 from rotor.engines.graph.repeating import is_empty, is_unspecified
@@ -141,10 +141,10 @@ class _Writer:
         names: dict[int, str],
         pooling: Pooling | None,
         proves: bool,
-        in_autocast: bool,
+        others: OtherModes | None,
     ) -> None:
         self.lowered = lowered
-        self.in_autocast = in_autocast
+        self.others = others
         self.pooling = pooling
         self.proves = proves
         self.namespace = namespace
@@ -196,9 +196,9 @@ class _Writer:
         # Real strides may differ from the captured ones; then a view has to be a copy.
         is_view = node.target is torch.ops.aten.view.default
         target = core.callable_of(torch.ops.aten.reshape.default if is_view else node.target)
-        if self.in_autocast and node in self.task_of:
+        if self.others is not None and node in self.task_of:
             is_backward = self.task_of[node] > self.lowered.loss
-            target = within_autocast(target, node, is_backward=is_backward)
+            target = self.others.operation(target, node, is_backward=is_backward)
         return f"{self.constant(target)}({', '.join(arguments)})"
 
     def reference(self, node: fx.Node) -> str:
@@ -425,8 +425,7 @@ def emit(
     prover: Prover | None = None,
     layout: Layout | None = None,
     pooling: Pooling | None = None,
-    *,
-    in_autocast: bool = False,
+    others: OtherModes | None = None,
 ) -> Emitted:
     """Return the functions that run a program.
 
@@ -446,14 +445,15 @@ def emit(
         Places of offloaded values; ``None``: nothing is offloaded.
     pooling
         Use of a private pool; ``None``: none is used.
-    in_autocast
-        True if the backward runs within autocast.
+    others
+        Backwards in other modes, for which this is emitted; by default their modes are the same.
     """
     actions = actions_of(lowered, numbers)
     boundary = [int(number) for number in numbers].index(lowered.loss)
     in_parts = bool(groups) or any(task.gradients for task in lowered.tasks)
     namespace: dict[str, Any] = {
         "empty": torch.empty,
+        "backend_flags": dispatch.backend_flags,
         "keeps_graph": core.keeps_graph,
         "check_versions": check_versions,
         "math": math,
@@ -527,7 +527,7 @@ def emit(
             writer.drop(sorted(dying[position]))
 
     new_writer = partial(
-        _Writer, lowered, namespace, constants, pooling, prover is not None, in_autocast
+        _Writer, lowered, namespace, constants, pooling, prover is not None, others
     )
     head = new_writer()
     write(head, 0, boundary)
@@ -554,6 +554,7 @@ def emit(
         *(["    tier = begin_step()"] if layout is not None else []),
         *head.body(),
         "    token = empty(0)",
+        "    token.flags = backend_flags()",
         f"    token.kept = [[{checks}], {', '.join(names)}]",
         f"    return ({', '.join([*outputs, *saved, 'token'])},)",
     ]
@@ -595,9 +596,9 @@ def emit(
     filename = code.co_filename
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     run_backward = namespace["backward"]
-    if not in_autocast:
+    if others is None:
         given = (lowered, numbers, groups, prover, layout, pooling)
-        run_backward = in_either_mode(run_backward, partial(emit, *given, in_autocast=True))
+        run_backward = OtherModes(run_backward, partial(emit, *given), len(saved))
     return Emitted(namespace["forward"], run_backward, source, len(replays), places, pooling)
 
 
