@@ -78,11 +78,9 @@ class _Places(_Source):
 
     def __init__(self, name: str, places: Sequence[Place], read: Callable[[], Any] | None) -> None:
         keys = [place.key for place in places]
-        super().__init__(name, places[0].owner, keys, read or self._get)
+        read = read or (lambda: [place.get() for place in places])
+        super().__init__(name, places[0].owner, keys, read)
         self._places = places
-
-    def _get(self) -> list[Any]:
-        return [place.get() for place in self._places]
 
     def replaced(self, before: Sequence[Any], kept: Identities) -> Callable[[], None] | None:
         changed = [

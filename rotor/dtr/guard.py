@@ -150,9 +150,12 @@ def guarded(session: Guarded) -> Iterator[None]:
         else:
             yield
 
-    with (
-        dispatch.backwards_within(guard, joined),
-        dispatch.dlpack_after(session.pin),
-        guard,
-    ):
-        yield
+    try:
+        with (
+            dispatch.backwards_within(guard, joined),
+            dispatch.dlpack_after(session.pin),
+            guard,
+        ):
+            yield
+    finally:
+        guard.watched = {}  # Methods of the guard, which it would keep.

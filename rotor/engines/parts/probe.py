@@ -67,7 +67,7 @@ class Saves:
         self._references: dict[int, Any] = {}
         self._note = note
         self._resident = {core.storage_identity(t) for t in resident if _is_plain(t)}
-        self._packing = self._pack
+        self._packing: Any = None
 
     def identities(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Return the bytes by storage of these tensors, except resident ones."""
@@ -99,8 +99,12 @@ class Saves:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe in the context."""
-        with torch.autograd.graph.saved_tensors_hooks(self._packing, self._unpack):
-            yield
+        self._packing = self._pack
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._packing, self._unpack):
+                yield
+        finally:
+            self._packing = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
