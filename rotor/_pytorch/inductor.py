@@ -137,6 +137,9 @@ def near_choices(apart: int) -> Any:
                 return False
             return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
+    # PyTorch 2.11 pickles the class for its cache, by the name that it has in its module.
+    NearChoices.__qualname__ = f"NearChoices{apart}"
+    globals()[NearChoices.__qualname__] = NearChoices
     return NearChoices
 
 
