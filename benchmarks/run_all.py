@@ -535,7 +535,8 @@ def chosen(arguments: argparse.Namespace) -> list[Task]:
         command = ["benchmarks/predictions.py", "--device", "cuda", "--traces", traces]
         question = "which predictions of docs/gpu.md come true, and histories of the allocator"
         found.append(Task("predictions.py", question, command, PREDICTIONS_LIMIT_S))
-        command = [*GPU_TESTS, "-k", "other_streams"]
+        # PyTorch captures no graph beside the sanitizer.
+        command = [*GPU_TESTS, "-k", "budget_in_another_stream"]
         question = "streams, under CUDA's sanitizer"
         found.append(Task("tests/gpu, sanitized", question, command, 25.0, SANITIZED))
     for one in BENCHMARKS:
