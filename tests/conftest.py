@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 
@@ -36,16 +37,21 @@ def few_objects():
 _LEARNT = {
     "rotor._pytorch.devices": ["_prepared"],
     "rotor.common.checksums": ["_keys"],
-    "rotor.dtr.repeating": ["_known"],
+    "rotor.dtr.repeating": ["_known", "_unwritten"],
     "rotor.dtr.signatures": ["_needs", "_timed"],
     "rotor.engines.chain.ends": ["source_of", "token_of"],
 }
 """Tables of a process, and functions with one: operators' needs, and tensors kept on devices."""
 
 
+_number = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def nothing_learnt():
-    """Begin each test with what a new process knows of operators and devices."""
+def nothing_learnt(tmp_path_factory, monkeypatch):
+    """Begin each test with what a new process of a new user knows of operators and devices."""
+    folder = tmp_path_factory.getbasetemp() / f"cache{next(_number)}"
+    monkeypatch.setenv("ROTOR_CACHE_DIR", str(folder))
     for module, names in _LEARNT.items():
         for name in names if module in sys.modules else ():
             table = getattr(sys.modules[module], name)

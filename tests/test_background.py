@@ -26,11 +26,6 @@ from rotor.engines.graph.repeating import DIFFERS, UNTESTED
 from rotor.errors import MemoryLimitWarning
 
 
-@pytest.fixture(autouse=True)
-def cache_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path / "costs"))
-
-
 @pytest.fixture(scope="module")
 def limit():
     torch.manual_seed(0)

@@ -16,8 +16,7 @@ from rotor.engines.graph.glance import Refinement
 
 
 @pytest.fixture
-def counts(monkeypatch, tmp_path):
-    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
+def counts(monkeypatch):
     found: Counter = Counter()
 
     def counted(owner, name, topic):

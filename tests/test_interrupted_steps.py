@@ -319,10 +319,7 @@ def test_a_step_that_fails_in_any_phase_can_be_repeated(phase: str, engine: str)
 
 @pytest.mark.filterwarnings("ignore:no single graph of the model")
 @pytest.mark.parametrize("engine", ["chain", "graph", "parts"])
-def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(
-    engine, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
+def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(engine, monkeypatch):
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
     model: Any = Branching(body) if engine == "parts" else body

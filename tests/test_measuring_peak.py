@@ -30,8 +30,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_measuring_takes_less_than_a_step(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
+def test_measuring_takes_less_than_a_step(name):
     make, shape = MODELS[name]
     model, x = make(), torch.rand(shape)
     with allocator.meter("cpu") as plain:

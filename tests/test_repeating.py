@@ -102,8 +102,7 @@ def drawn_now():
     return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
 
 
-def test_measuring_leaves_the_generators_of_python_and_numpy(tmp_path, monkeypatch):
-    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
+def test_measuring_leaves_the_generators_of_python_and_numpy():
     for name in ("python", "numpy", "default"):
         model, x = Stack(name), sample()
         random.seed(3)

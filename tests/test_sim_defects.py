@@ -295,9 +295,8 @@ def test_costs_depend_on_flags(sim):
     assert environment_of(torch.device("sim", 0)) == before
 
 
-def test_an_allocator_without_counters(sim, monkeypatch, tmp_path):
+def test_an_allocator_without_counters(sim, monkeypatch):
     """Refuse to measure in words where a pluggable allocator counts nothing."""
-    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))  # Nothing is known from earlier runs.
 
     def nothing(device):
         raise RuntimeError("does not yet support getDeviceStats")

@@ -31,8 +31,9 @@ from rotor.errors import RecomputationError
 __all__ = ["Verifier", "known_repeats", "repeats", "verifying_bytes"]
 
 _known: dict[Any, bool] = {}
-_unwritten = {(f"aten::{name}", index) for name, index in PARTLY_WRITTEN}
-"""Results of operators, by their numbers, that are known to be written in part."""
+_unwritten: set[tuple[str, int]] = set()
+"""Results of operators, by their numbers, that were found to be written in part."""
+_PARTLY_WRITTEN = {(f"aten::{name}", index) for name, index in PARTLY_WRITTEN}
 _PIECE = 1 << 20
 
 _EMPTY = frozenset(f"aten::{name}" for name in EMPTY_OPERATORS)
@@ -112,6 +113,8 @@ def _leaves_unwritten(
 ) -> bool:
     """Return whether an operator leaves memory of a result as it was; it runs again."""
     key = (record.operator.name, index)
+    if key in _PARTLY_WRITTEN:
+        return True
     if key not in _unwritten:
         # In this order: memory that was filled may be the next to be given out.
         plain = _is_fill(result_tensors(handler.rerun(record, storages, None))[index])

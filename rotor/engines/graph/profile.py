@@ -54,7 +54,7 @@ logger = logging.getLogger("rotor")
 _SECONDS_PER_OPERATION = 0.5
 
 
-_RANDOM_BLOCK = 1 << 12
+_RANDOM_BLOCK = 1 << 10
 _BYTES_PER_NS = (4, 500)  # On the CPU, and on an accelerator.
 _MOST_DEPTH = 30
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
