@@ -12,7 +12,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import core, devices, dispatch
-from rotor.common.accounting import SCRAPS_BYTES, scrap_bytes
+from rotor.common.accounting import SCRAPS_BYTES, is_new_maximum, scrap_bytes
 from rotor.common.frames import warn_caller
 from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
@@ -140,6 +140,8 @@ class Recall:
     ----------
     outside_bytes
         Of the limit, known to be taken by what no operator makes.
+    told_bytes
+        Largest need above the limit that a warning has named.
     paths
         Context in which the paths of modules are noted, where replays are compared.
     """
@@ -164,7 +166,7 @@ class Recall:
         super().__init__()
         self.device = device
         self.limit = limit
-        self.outside_bytes = 0
+        self.outside_bytes = self.told_bytes = 0
         self._rests: Rests | None = None
         self._strict = strict
         self._bytes = bytes_of(storage_swap)
@@ -311,7 +313,9 @@ class Recall:
             return
         if self._strict and not self._is_leaving:
             raise self._no_room(current, least, nbytes)
-        if self._overflows == 0 and not self._is_leaving:
+        is_first = self._overflows == 0 and not self._is_leaving
+        if is_first and is_new_maximum(current + least, self.limit, self.told_bytes):
+            self.told_bytes = current + least
             warn_caller(str(self._no_room(current, least, nbytes)), MemoryLimitWarning)
         self._overflows += 1
 

@@ -316,6 +316,15 @@ class Driver:
             settings.mem_limit = plan.limit_bytes
         return self._install(key, plan)
 
+    def _first(self, key: Key) -> Any:
+        """Plan a kind of step without a plan; no such steps are refused for their loss alone."""
+        try:
+            return self._make(key)
+        except InfeasibleError:
+            if self.context.learned_loss.pop(key.measured, None) is None:
+                raise
+            return self._make(key)
+
     def _install(self, key: Key, plan: Any) -> Any:
         plan.key = key
         plan.why = self.order.why(key, getattr(plan, "engine", self.order.of(key).name))
@@ -505,7 +514,7 @@ class Driver:
                     return None
                 key = self.order.of(key).refined(key)
             old, make = plans.get(key), partial(self._make, key)
-            plan = make() if old is None else self.order.of(key).replan(old, make)
+            plan = self._first(key) if old is None else self.order.of(key).replan(old, make)
             warn_of_measuring(self.context, plan.limit_bytes, peak_bytes())
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)

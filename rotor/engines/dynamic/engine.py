@@ -10,7 +10,7 @@ import torch
 
 from rotor import dtr
 from rotor.algorithms.curve import Curve
-from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES
+from rotor.common.accounting import METERED_STEPS, SCRAPS_BYTES, is_new_maximum
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import refuse_sharded
 from rotor.common.tensor_trees import output_tensors, tree_tensors
@@ -234,23 +234,25 @@ class DynamicEngine(Engine):
         over = plan.learn(step)
         if over <= 0:
             return
+        passed = bool(plan.latest) and plan.last.stats.overflows > 0
         # The costs of guesses about the loss and operators are known now.
-        if knew_loss and not plan.unknown:
+        if knew_loss and not plan.unknown and not passed:
             explained = max((plan.loss_bytes or 0) - loss, plan.held_bytes - held, 0)
             plan.reserve_bytes += max(over - explained, 0)
         if plan.meterings < METERED_STEPS:
             plan.measured_bytes = None
         else:
-            plan.differs = True
-        is_reported = bool(plan.latest) and plan.last.stats.overflows > 0
-        if step.peak_bytes > plan.warned_bytes and not is_reported:
+            plan.differs = not passed
+        if is_new_maximum(step.peak_bytes, plan.limit_bytes, plan.warned_bytes):
             plan.warned_bytes = step.peak_bytes
             unknown = "" if knew_loss else ", of which nothing was known before"
+            is_strict = self._is_asked_for and plan.options.get("strict", True)
+            going = "are refused" if is_strict else "go on all the same"
             warn_caller(
                 f"the limit of {exact_bytes(plan.limit_bytes)} could not be kept: the step needed "
                 f"{exact_bytes(step.peak_bytes)}, {exact_bytes(plan.loss_bytes or 0)} of them at "
-                f"most for the loss{unknown}. The next steps are run with as much less, and are "
-                "refused where that is too little; a limit of "
+                f"most for the loss{unknown}. The next steps are run with as much less, and {going}"
+                " where that is too little; a limit of "
                 f"{exact_bytes(step.peak_bytes + 2 * SCRAPS_BYTES)} would do, and loss_fn= makes "
                 "the loss part of what is managed",
                 MemoryLimitWarning,

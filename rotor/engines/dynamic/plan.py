@@ -95,6 +95,9 @@ class DynamicPlan(Metered):
         Second tier; ``None`` for none.
     kept
         Operators whose results are not evicted, because they differed when they ran again.
+    accepted
+        Kinds of steps that have run within the limit, or with a warning, where nobody asked for
+        this engine: no such step is refused later.
     steps, latest
         Number of ended steps, and figures of the latest ones.
     """
@@ -117,6 +120,7 @@ class DynamicPlan(Metered):
     verify: str | int = "off"
     offload: Offload | None = None
     kept: set[str] = field(default_factory=set)
+    accepted: set[Any] = field(default_factory=set, repr=False)
     steps: int = 0
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
@@ -193,6 +197,9 @@ class DynamicPlan(Metered):
     def step(self, module: nn.Module, *, is_trial: bool = False) -> BudgetedStep:
         """Return a step of a module, about to begin; a trial leaves no trace."""
         level = devices.level(self.device)
+        kind = getattr(self.key, "measured", None)
+        # A kind of step that was accepted goes on, and says by how much it passes the limit.
+        is_accepted = bool(self.reason) and kind in self.accepted and not is_trial
 
         def began(step: BudgetedStep) -> None:
             session = step.session
@@ -218,6 +225,11 @@ class DynamicPlan(Metered):
                 store.learn()
             if step.is_proved:
                 self.proved.add(step.session.compared)
+            if step.has_run:
+                self.accepted.add(kind)
+            if step.session.told_bytes > self.warned_bytes:
+                peak_bytes = step.session.stats.peak_bytes
+                self.warned_bytes = max(step.session.told_bytes, peak_bytes)
             room = self.room_for_loss(step.output_bytes)
             self.latest.append(StepFigures(step.session.stats, step.output_bytes, room))
 
@@ -232,11 +244,12 @@ class DynamicPlan(Metered):
             verify=not self.proved.unproved and is_verified(self.verify, self.proved.ran),
             kept=self.kept,
             offload=store,
-            **(_DEFAULTS | self.options),
+            **(_DEFAULTS | {"strict": not is_accepted} | self.options),
         )
         self.proved.ran += not is_trial
         step.session.aim(self.limit_bytes - self.reserve_bytes)
         step.session.outside_bytes = self.reserve_bytes
+        step.session.told_bytes = self.warned_bytes
         return step
 
     def _grown(self, step: BudgetedStep, seen_bytes: int) -> int:

@@ -80,8 +80,8 @@ class BudgetedStep:
         True if a meter runs with the step.
     tried_bytes
         Limit under which such a step ran before; 0 if unknown.
-    is_proved
-        True after a backward in which all recomputed values were compared.
+    has_run, is_proved
+        True after a backward; after one in which all recomputed values were compared.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class BudgetedStep:
         self._least_bytes = 0
         self.is_metered = False
         self.tried_bytes = 0
-        self.is_proved = False
+        self.has_run = self.is_proved = False
         self.session = StepSession(
             limit,
             device=device,
@@ -408,7 +408,7 @@ class BudgetedStep:
         except BaseException:
             self.release()
             raise
-        self.is_proved = self.session.is_verifying
+        self.has_run, self.is_proved = True, self.session.is_verifying
         if not keeps:
             self.release()
         following = iter(found)

@@ -1,0 +1,124 @@
+"""A limit under which one step has run refuses no later step of its kind."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor import memory
+
+
+def chain() -> nn.Module:
+    blocks = [(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3)]
+    return nn.Sequential(*(module for block in blocks for module in block))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(chain()[:3] for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Branching(Residual):
+    """Model that no single graph holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + 1 if len(x.tolist()) < 0 else super().forward(x)
+
+
+class Queue(Residual):
+    """Model with a queue of earlier results, to which every forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(32, 512))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        scores = y @ self.queue.clone()
+        place = int(self.place)
+        self.queue[:, place : place + len(y)] = y.detach().T
+        self.place[0] = (place + len(y)) % 512
+        return scores
+
+
+def large(y: torch.Tensor) -> torch.Tensor:
+    return (y.repeat(8, 1).double() * 2).exp().log1p().square().mean()
+
+
+def losses(model: Any, steps: int, *, set_to_none: bool) -> list[float]:
+    torch.manual_seed(1)
+    found = []
+    for _ in range(steps):
+        loss = large(model(torch.randn(64, 32)))
+        loss.backward()
+        model.zero_grad(set_to_none=set_to_none)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("part", [0.8, 0.5])
+@pytest.mark.parametrize(
+    ("build", "engine"),
+    [
+        (chain, "chain"),
+        (chain, "auto"),
+        (Residual, "graph"),
+        (Branching, "auto"),
+        (Queue, "auto"),
+    ],
+)
+def test_no_later_step_is_refused_for_its_loss(
+    build: Callable[[], nn.Module], engine: str, part: float, set_to_none: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = build()
+    with memory.meter("cpu") as meter:
+        losses(copy.deepcopy(plain), 1, set_to_none=True)
+    limit = int(part * meter.peak_bytes)
+    limited = rotor.Checkpointable(copy.deepcopy(plain), mem_limit=limit, engine=engine)
+    expected = losses(plain, 5, set_to_none=set_to_none)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert losses(limited, 5, set_to_none=set_to_none) == expected
+    told = [str(w.message) for w in caught if rotor.units.exact_bytes(limit) in str(w.message)]
+    assert any("needed" in text for text in told)
+    assert len(told) <= 4
+
+
+class Alone(nn.Module):
+    """Model without a child, of which nothing can be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight) + len(x.tolist()) * 0
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_other_steps_than_the_accepted_one_are_refused_in_their_first() -> None:
+    torch.manual_seed(0)
+    model = rotor.Checkpointable(Alone(), mem_limit="100KiB")
+    losses(model, 3, set_to_none=True)
+    assert model.plan.engine == "dynamic"
+    with pytest.raises(rotor.InfeasibleError, match="does not fit"):
+        model(torch.randn(640, 32))
