@@ -151,3 +151,38 @@ def test_a_generator_that_is_replaced_is_followed() -> None:
         return seen
 
     assert losses("graph") == losses(None)
+
+
+WEIGHED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "a sum": lambda y, net: net.random.uniform(0.1, 0.9) * y.mean() + y,
+    "a mixture": lambda y, net: y * (share := np.random.beta(0.4, 0.4)) + (1 - share) * y.max(),
+    "a comparison": lambda y, net: torch.where(y.mean() > random.random() - 0.5, y, 2 * y),
+    "a quotient of integers": lambda y, net: y * (random.randint(1, 9) / 7),
+    "a power": lambda y, net: y.norm() ** random.random() * y,
+}
+
+
+class Weighing(Noisy):
+    """Model that weighs a tensor without dimensions by what it draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        found = self.draw(x, self)  # type: ignore[call-arg]
+        assert found.dtype == torch.float32
+        return found
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("weigh", WEIGHED)
+def test_drawn_numbers_promote_as_numbers_do(weigh: str, device: str | None) -> None:
+    def make() -> nn.Module:
+        return Weighing(WEIGHED[weigh], breaks=False, within=False)  # type: ignore[arg-type]
+
+    torch.set_default_device(device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
+            assert results(make, "auto") == results(make, None)
+    finally:
+        torch.set_default_device(None)

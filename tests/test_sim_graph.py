@@ -5,6 +5,8 @@ import torch
 from limited_on_sim import compared
 from torch import nn
 
+import rotor
+
 WIDTH, ROWS = 128, 512
 
 
@@ -84,3 +86,24 @@ def test_attention_with_dropout(sim):
     torch.manual_seed(0)
     data = [torch.randn(16, 32, 32, device="sim") for _ in range(2)]
     compared(sim, Attention, data, 0.6, engine="graph", inside=True)
+
+
+class Scripted(nn.Module):
+    """A model that calls a script of torch.jit, whose arguments are made up when it is measured."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, device="sim") for _ in range(2))
+        layers = nn.Linear(WIDTH, WIDTH, device="sim"), nn.ReLU()
+        self.script = torch.jit.script(nn.Sequential(*layers))
+
+    def forward(self, value):
+        return self.last(self.script(torch.tanh(self.first(value))))
+
+
+def test_measuring_a_script_disturbs_no_draw(sim):
+    chk = rotor.Checkpointable(Scripted(), mem_limit="8 MB", engine="graph")
+    value = batches(1)[0]
+    before = torch.get_device_module("sim").get_rng_state()
+    chk.measure(value)
+    assert torch.equal(torch.get_device_module("sim").get_rng_state(), before)

@@ -13,6 +13,7 @@ from torch import fx
 from rotor._pytorch import core
 from rotor._pytorch.asked_gradients import check_outputs
 from rotor._pytorch.casts import autocast_dtypes, cast_once
+from rotor._pytorch.drawn_numbers import check_numbers
 from rotor._pytorch.looped import keep_whole
 
 __all__ = [
@@ -75,6 +76,7 @@ def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         check_outputs(module.graph)
+        check_numbers(module.graph)
         in_autocast = bool(autocast_dtypes())
         for part in module.modules():
             if isinstance(part, fx.GraphModule):

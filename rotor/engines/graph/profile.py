@@ -406,11 +406,11 @@ def warm_up_scripts(lowered: Lowered, primals: Sequence[Any]) -> None:
     calls = [task for task in lowered.tasks if scripts.runs_script(task.node)]
     arguments = Arguments(lowered, primals)
     for task in calls:
-        function, args, kwargs = arguments.of(task)
-        with isolated(args[1][0].device):
+        assert task.node is not None
+        with isolated(task.node.args[1][0].meta["val"].device):  # type: ignore[index, union-attr]
+            function, args, kwargs = arguments.of(task)
             for _ in range(_RUNS_OF_SCRIPTS):
                 made = function(*args, **kwargs)
-        assert task.node is not None
         for tensor, planned in zip(made, task.node.meta["val"], strict=True):
             if (tensor.stride(), tensor.dtype) != (planned.stride(), planned.dtype):
                 raise scripts.refused(args[0], "makes results of a layout of its own")
