@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -277,6 +278,7 @@ def stock(start: nn.Module, batch: Batch, most: int = 3) -> list[tuple[Row, Any]
 
 def run(case: Case, fractions: list[float], rounds: int, effort: str, most: int = 3) -> bool:
     """Judge one model; prints a table."""
+    gc.collect()  # Blocks of a former model, whose forwards are replaced, are in cycles.
     torch.manual_seed(0)
     start = case.start()
     peak = step_peak_bytes(copy.deepcopy(start), case.batch)

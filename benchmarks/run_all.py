@@ -94,8 +94,8 @@ BENCHMARKS = (
         "dtr_table.py",
         "the dynamic runtime: peak and time",
         _words("--tiny --rounds 2"),
-        gpu=_words("resnet gpt lstm-100 treelstm-64 --device cuda --rounds 3"),
-        gpu_limit_s=60,
+        gpu=_words("resnet gpt --device cuda --rounds 3"),
+        gpu_limit_s=50,
         one_thread=True,
     ),
     Benchmark(
@@ -155,7 +155,7 @@ BENCHMARKS = (
         _words("gpt --fractions 0.7 --budgets 0.6 --rounds 3 --layers 2"),
         full=_words("--budgets 0.6 0.3"),
         gpu=_words("gpt --device cuda --fractions 0.7 --budgets 0.6 --layers 2"),
-        gpu_limit_s=40,
+        gpu_limit_s=70,
     ),
     Benchmark(
         "largest_batch.py",
@@ -175,7 +175,7 @@ BENCHMARKS = (
         "dtr_overhead.py",
         "what the dynamic runtime costs an operator",
         gpu=_words("--device cuda"),
-        gpu_limit_s=20,
+        gpu_limit_s=35,
     ),
     Benchmark(
         "graph_overhead.py",
@@ -531,7 +531,7 @@ def chosen(arguments: argparse.Namespace) -> list[Task]:
     if arguments.gpu:
         question = "the tests that need CUDA"
         found.append(Task("tests/gpu", question, list(GPU_TESTS), GPU_TESTS_LIMIT_S))
-        traces = str(RESULTS / "traces")
+        traces = str((RESULTS / "traces").relative_to(ROOT))
         command = ["benchmarks/predictions.py", "--device", "cuda", "--traces", traces]
         question = "which predictions of docs/gpu.md come true, and histories of the allocator"
         found.append(Task("predictions.py", question, command, PREDICTIONS_LIMIT_S))
