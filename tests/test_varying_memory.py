@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -334,6 +335,28 @@ def test_the_peak_of_cuda_is_read_without_setting_it_back(monkeypatch):
         y.sum().backward()
     # The first step stayed below an older peak.
     assert seen == [("cuda:0", 800), ("cuda:0", 4900)]
+
+
+def test_the_peak_of_cuda_is_read_after_the_last_backward_of_a_step(monkeypatch):
+    counters = iter([(100, 500), (120, 900)])
+    monkeypatch.setattr(devices, "counters", lambda _: next(counters))
+
+    class Engine:
+        context = SimpleNamespace(rerun_bytes=0)
+
+    class Plan:
+        device, reserving, limit_bytes = "cuda:0", None, 700
+        meterings = 0
+
+    engine = Engine()
+    watch = watching.PeakWatch(engine, Plan())
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    watch.forward_done(y)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.warns(rotor.MemoryLimitWarning, match="differentiated.* 800 bytes, .* 700 bytes"):
+        slope.sum().backward()
+    assert engine.context.rerun_bytes == 800
 
 
 def test_steps_that_are_due(monkeypatch):

@@ -164,8 +164,31 @@ class Backward(NamedTuple):
 _backwards: list[Backward] = []
 
 
+_waiting: dict[tuple[int, str], Callable[[], object]] = {}
+
+
+def after_last_backward(thread: int, name: str, function: Callable[[], object]) -> None:
+    """Have a function called once a thread's next backward has ended that makes no graph itself.
+
+    It takes the place of an earlier one of this name.
+    """
+    watch_backwards()
+    _waiting[thread, name] = function
+
+
+def forget_backwards(thread: int, name: str) -> None:
+    """Call such a function no more."""
+    _waiting.pop((thread, name), None)
+
+
+def _end_backwards() -> None:
+    me = threading.get_ident()
+    for key in [key for key in _waiting if key[0] == me]:
+        _waiting.pop(key)()
+
+
 def watch_backwards() -> None:
-    """Make every later backward known to `backwards_through`."""
+    """Make every later backward known to `edges_of_leaves` and `after_last_backward`."""
     run = autograd._engine_run_backward  # type: ignore[attr-defined]
     if getattr(run, "is_watched", False):
         return
@@ -174,11 +197,15 @@ def watch_backwards() -> None:
         inputs = args[2] if len(args) > 2 else kwargs.get("inputs", ())
         nodes = tuple([o.node if hasattr(o, "node") else o.grad_fn for o in outputs])
         this = Backward(nodes, bool(kwargs.get("accumulate_grad", False)), bool(inputs))
+        makes_graph = args[1] if len(args) > 1 else kwargs.get("create_graph", False)
+        is_last = not makes_graph and graph_task() < 0
         _backwards.append(this)
         try:
             return run(outputs, gradients, *args, **kwargs)
         finally:
             _backwards[:] = [other for other in _backwards if other is not this]
+            if is_last and _waiting:
+                _end_backwards()
 
     run_watched.is_watched = True  # type: ignore[attr-defined]
     autograd._engine_run_backward = run_watched  # type: ignore[attr-defined, assignment]

@@ -201,11 +201,14 @@ class _Watcher:
 
     def _metered(self, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
         def done(step: StepBytes) -> None:
-            self._needs = step.peak_bytes
+            passed(step.peak_bytes)
+
+        def passed(peak_bytes: int) -> None:
+            self._needs = peak_bytes
 
         device = device_of_call(module, args, kwargs)
         existing = [p.grad for p in module.parameters() if p.grad is not None]
-        meter = StepMeter(device, done, existing)
+        meter = StepMeter(device, done, existing, passed=passed)
         try:
             output = plain(module, *args, **kwargs)
         except BaseException:

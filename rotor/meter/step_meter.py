@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from rotor._pytorch import core
+from rotor._pytorch import core, dispatch
 from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.timeline import PredictedTimeline, Timeline
@@ -251,12 +251,21 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return sum(part.untyped_storage().nbytes() for part in core.strided_parts(tensor))
 
 
+_OPEN = "meter"
+"""Name of a meter among what waits for a step's last backward."""
+
+_MOST_FORWARDS = 64
+"""Forwards that may follow in a step whose gradients are differentiated, before it is given up."""
+
+
 class StepMeter:
     """Meter that starts before a forward and stops by itself at the end of the backward.
 
     Only the graph of the step references it: when the output is dropped without a backward, it
     stops too. A thread has one at a time; `cancel_running` makes room for another measurement. A
-    step whose backward runs in another thread than its forward has no result on the CPU.
+    step whose backward runs in another thread than its forward has no result on the CPU. One whose
+    gradients are to be differentiated lasts to the end of the next backward without
+    ``create_graph``.
 
     Parameters
     ----------
@@ -270,6 +279,8 @@ class StepMeter:
         Level of reserved bytes, if the peak is to be counted in these.
     lost
         Function called instead where the backward runs in another thread.
+    passed
+        Function called instead with the peak of a step whose gradients were differentiated.
 
     Raises
     ------
@@ -284,11 +295,14 @@ class StepMeter:
         existing: Iterable[torch.Tensor] = (),
         reserving: Reserving | None = None,
         lost: Callable[[], object] = int,
+        passed: Callable[[int], object] = int,
     ) -> None:
         self._meter: allocator.Meter | None = None
-        self._done, self._lost = done, lost
+        self._done, self._lost, self._passed = done, lost, passed
         self._reserving = reserving
-        self._in_backward = False
+        self._thread = threading.get_ident()
+        self._in_backward = self._is_open = False
+        self._forwards = 0
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._released_bytes = 0
@@ -329,18 +343,26 @@ class StepMeter:
             self._output_held = all(output() is not None for output in self._outputs)
             self._released_bytes = sum(nbytes for tensor, nbytes in self._old if tensor() is None)
             self._meter.mark("backward")
-            self._meter.at_end_of_backward(self._finish, self.cancel)
+            if torch.is_grad_enabled():
+                self._is_open = True
+                dispatch.after_last_backward(self._thread, _OPEN, self._finish)
+            else:
+                self._meter.at_end_of_backward(self._finish, self.cancel)
 
     def _finish(self) -> None:
         if self._meter is None:
             return
         meter, self._meter = self._meter, None
         meter.stop()
-        (loss,) = [segment for segment in meter.segments if segment.name == "loss"]
         reserving = self._reserving
+        peak = meter.peak_bytes if reserving is None else reserving.grown_bytes(meter.device)
+        if self._is_open:
+            self._passed(peak)
+            return
+        (loss,) = [segment for segment in meter.segments if segment.name == "loss"]
         self._done(
             StepBytes(
-                meter.peak_bytes if reserving is None else reserving.grown_bytes(meter.device),
+                peak,
                 loss.peak_bytes - loss.start_bytes + self._released_bytes,
                 self._output_held,
                 tuple(meter.segments),
@@ -352,7 +374,14 @@ class StepMeter:
         """Stop without a result: the step was abandoned."""
         if self._meter is not None:
             meter, self._meter = self._meter, None
+            if self._is_open:
+                dispatch.forget_backwards(self._thread, _OPEN)
             meter.drop()
+
+    def goes_on(self) -> bool:
+        """Return whether a forward that begins may belong to this step, and count it."""
+        self._forwards += 1
+        return self._is_open and self._forwards <= _MOST_FORWARDS
 
     def __del__(self) -> None:
         self.cancel()
@@ -367,10 +396,17 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def cancel_running() -> bool:
-    """Stop this thread's meter of a step whose backward has not come; return whether one ran."""
+def cancel_running(*, all_steps: bool = True) -> bool:
+    """Stop this thread's meter of a step whose backward has not come; return whether one ran.
+
+    Parameters
+    ----------
+    all_steps
+        False to let that of a step go on whose gradients are to be differentiated.
+    """
     meter = _running.meter()
     if meter is None or not meter.is_running:
         return False
-    meter.cancel()
+    if all_steps or not meter.goes_on():
+        meter.cancel()
     return True

@@ -8,15 +8,21 @@ now and then, a step is metered again. On an accelerator the allocator's counter
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from rotor import _core
-from rotor._pytorch import backwards, core, devices
-from rotor.common.accounting import is_metered_again, is_new_maximum, noise_bytes
+from rotor._pytorch import backwards, core, devices, dispatch
+from rotor.common.accounting import (
+    METERED_STEPS,
+    is_metered_again,
+    is_new_maximum,
+    noise_bytes,
+)
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
 from rotor.errors import MemoryLimitWarning
@@ -30,6 +36,7 @@ __all__ = [
     "is_due",
     "meter_again",
     "note_peak",
+    "passing",
     "sparse_growth",
     "warn_excess",
     "warn_sparse",
@@ -50,6 +57,8 @@ class _Watch:
     def __init__(self, engine: Any, plan: Any) -> None:
         self._engine = weakref.ref(engine)
         self._plan = plan
+        self._thread = threading.get_ident()
+        self._is_open = False
 
     def mark(self, name: str) -> None:
         """Begin another part of the step."""
@@ -67,10 +76,18 @@ class _Watch:
 
     def _gradient_arrived(self, _: torch.Tensor) -> None:
         self.mark("backward")
-        core.at_end_of_backward(self._finish)
+        if torch.is_grad_enabled():
+            self._is_open = True
+            dispatch.after_last_backward(self._thread, type(self).__name__, self._finish_open)
+        elif not self._is_open:
+            core.at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
         raise NotImplementedError
+
+    def _finish_open(self) -> None:
+        """Finish a step whose gradients were differentiated."""
+        self._finish()
 
 
 class LevelWatch(_Watch):
@@ -128,16 +145,24 @@ class PeakWatch(_Watch):
         super().__init__(engine, plan)
         self._begin, self._before = devices.counters(plan.device)
 
-    def _finish(self) -> None:
+    def _new_peak(self) -> int:
+        """Return the bytes of the step if they are more than were seen before; else 0."""
         _, peak = devices.counters(self._plan.device)
-        engine = self._engine()
         reserving = self._plan.reserving
-        if reserving is not None:
-            grown = reserving.grown_bytes(self._plan.device)
-            if grown > self._plan.most_bytes_seen and engine is not None:
-                engine.learn_peak(self._plan, grown)
-        elif peak > self._before and engine is not None:
-            engine.learn_peak(self._plan, peak - self._begin)
+        if reserving is None:
+            return peak - self._begin if peak > self._before else 0
+        grown = reserving.grown_bytes(self._plan.device)
+        return grown if grown > self._plan.most_bytes_seen else 0
+
+    def _finish(self) -> None:
+        engine, peak_bytes = self._engine(), self._new_peak()
+        if peak_bytes and engine is not None:
+            engine.learn_peak(self._plan, peak_bytes)
+
+    def _finish_open(self) -> None:
+        engine, peak_bytes = self._engine(), self._new_peak()
+        if peak_bytes and engine is not None:
+            passing(engine, self._plan)(peak_bytes)
 
 
 def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
@@ -190,9 +215,37 @@ def meter_again(engine: Any, plan: Any) -> StepMeter | None:
             found.learn_again(plan, step)
 
     try:
-        return StepMeter(plan.device, done, engine.context.gradients, plan.reserving)
+        existing, passed = engine.context.gradients, passing(engine, plan)
+        return StepMeter(plan.device, done, existing, plan.reserving, passed=passed)
     except memory.MeterBusyError:
         return None
+
+
+def passing(engine: Any, plan: Any) -> Callable[[int], None]:
+    """Return a function of the peak of a step whose gradients were differentiated.
+
+    It warns, and teaches the plan nothing: with a lower one such backwards would need more.
+    """
+    myself = weakref.ref(engine)
+
+    def passed(peak_bytes: int) -> None:
+        found = myself()
+        plan.meterings += 1
+        if plan.meterings >= METERED_STEPS:
+            plan.measured_bytes = peak_bytes
+        told = 0 if found is None else found.context.rerun_bytes
+        if found is None or not is_new_maximum(peak_bytes, plan.limit_bytes, told):
+            return
+        found.context.rerun_bytes = peak_bytes
+        warn_caller(
+            f"a step whose gradients were differentiated (create_graph=True) needed "
+            f"{exact_bytes(peak_bytes)}, and the limit is {exact_bytes(plan.limit_bytes)}: what "
+            "is kept for gradients of gradients is not planned. A limit of as much would do, or "
+            "a smaller batch",
+            MemoryLimitWarning,
+        )
+
+    return passed
 
 
 def note_peak(plan: Metered, peak_bytes: int) -> None:

@@ -423,9 +423,9 @@ class Driver:
         """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
         self._thread = threading.get_ident()
-        if self._is_other_pending() or cancel_running():
+        is_beside = self._is_other_pending()
+        if cancel_running(all_steps=False) or is_beside:
             # One backward will run several steps.
-            cancel_running()
             self._is_crowded = True
         context, caches = self.context, self._caches
         trimmed = caches.applied(call)
@@ -581,7 +581,6 @@ class Driver:
             f"keeps its own limit's worth of memory, {exact_bytes(limit_bytes)}",
         )
         # The needs of several steps at once do not describe one.
-        cancel_running()
         self._is_crowded = True
 
 

@@ -165,7 +165,7 @@ def rerun_notes(
 
     def report(needed_bytes: int, is_kept: bool) -> None:
         # Such a step says nothing about the plan.
-        cancel_running()
+        cancel_running(all_steps=False)
         is_beside = is_kept or is_pending()
         warn(
             needed_bytes + max(plan.limit_bytes, plan.most_bytes_seen) * is_beside,

@@ -10,7 +10,7 @@ from rotor.common.verbosity import logging_at
 from rotor.engines.contract import Engine
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch
-from rotor.meter.watch import PeakWatch, is_due, meter_again
+from rotor.meter.watch import PeakWatch, is_due, meter_again, passing
 
 __all__ = ["observer_of_step"]
 
@@ -50,7 +50,8 @@ def _meter(engine: Engine, plan: Any) -> StepMeter | None:
             )
 
     try:
-        return StepMeter(plan.device, done, context.gradients, plan.reserving, lost)
+        existing, passed = context.gradients, passing(engine, plan)
+        return StepMeter(plan.device, done, existing, plan.reserving, lost, passed)
     except allocator.OtherThreadError:
         return None  # A later step is metered.
     except allocator.MeterBusyError as error:

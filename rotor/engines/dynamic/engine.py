@@ -165,8 +165,6 @@ class DynamicEngine(Engine):
             )
         plan.verify = self.settings.verify
         meter: Any = start()
-        if meter is None:
-            cancel_running()
         step, output = self._run(plan, call, meter=meter)
         if meter is not None:
             plan.output_bytes, step.is_metered = step.output_bytes, True
