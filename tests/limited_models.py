@@ -44,7 +44,7 @@ def small_pair() -> tuple[Perceptron, Any, torch.Tensor, int]:
     """A model, a copy under a limit that makes it evict, an input, and that limit."""
     torch.manual_seed(0)
     model = Perceptron()
-    limit = 150_000
+    limit = 180_000
     return model, limited(copy.deepcopy(model), limit), torch.randn(64, 32), limit
 
 
