@@ -96,21 +96,27 @@ def offloading(model: nn.Module, tier, x: torch.Tensor, link: Link = FAST, **set
     return chk
 
 
-@pytest.fixture(scope="module")
-def wrapped(disk):
+def measured(disk):
     """A model in parts that was measured once, and its input."""
     model, x = InParts(), torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     return offloading(model, disk, x), x
 
 
-@pytest.fixture
-def ready(wrapped):
-    """The measured model, as it was in the beginning; a plain one; their input."""
-    chk, x = wrapped
+wrapped = pytest.fixture(measured, scope="module", name="wrapped")
+odd = pytest.fixture(measured, scope="module", name="odd")  # For steps of other needs: it learns.
+
+
+def in_the_beginning(chk, x):
+    """A measured model, as it was in the beginning; a plain one; their input."""
     plain = InParts()
     chk.module.load_state_dict(plain.state_dict())
     chk.module.zero_grad()
     return chk, plain, x
+
+
+@pytest.fixture
+def ready(wrapped):
+    return in_the_beginning(*wrapped)
 
 
 def alone(plan) -> list:
@@ -283,9 +289,9 @@ class Watch:
 
 
 @pytest.fixture
-def watched(ready, disk, monkeypatch):
-    """The model under a tight limit, a plain one, their input, and a watch of the tier."""
-    chk, plain, x = ready
+def watched(odd, disk, monkeypatch):
+    """A model under a tight limit, a plain one, their input, and a watch of the tier."""
+    chk, plain, x = in_the_beginning(*odd)
     squeeze(chk, 0.1)
     assert chk.plan.tier.whole is not None
     return chk, plain, x, Watch(disk, monkeypatch)
