@@ -116,3 +116,10 @@ def plans_stay(request, monkeypatch):
     monkeypatch.setattr(improving, "Threads", Stepped)
     monkeypatch.setattr(known.Known, "keep", lambda *_: None)
     monkeypatch.setattr(known.KnownOrders, "keep", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def steady_times(request, monkeypatch):
+    """Have operators of the dynamic engine take as long each: what it evicts follows from that."""
+    if request.module.__name__.rpartition(".")[2].startswith("test_dynamic"):
+        monkeypatch.setattr("rotor.dtr.recall.CLOCK", itertools.count(0, 1000).__next__)
