@@ -110,6 +110,29 @@ def warned(action):
     return ours
 
 
+class Branching(nn.Module):
+    """Model of which no single graph can be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y * 2 if y.sum() > 1e9 else y
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_an_error_that_the_caller_handles_keeps_its_traceback():
+    chk = rotor.Checkpointable(Branching(), mem_limit="1 MB")
+    handled = KeyError("of the caller")
+    try:
+        raise handled
+    except KeyError:
+        chk(torch.randn(2, 4)).sum().backward()
+    assert handled.__traceback__ is not None
+
+
 def test_warnings_of_a_forward_point_at_the_call():
     class Checkpointing(Model):
         gradient_checkpointing = True

@@ -141,11 +141,16 @@ def _is_hidden(trace: TracebackType) -> bool:
 
 
 def release(error: BaseException) -> None:
-    """Drop the variables in the frames of an error, and of those that led to it."""
+    """Drop the variables in the frames of an error, and of those that led to it.
+
+    An error that a caller of ours is handling stays as it is.
+    """
+    running = [frame for frame, _ in traceback.walk_stack(None) if not _is_ours(frame.f_code)]
     waiting: list[BaseException | None] = [error]
     while waiting:
         this = waiting.pop()
-        if this is not None and this.__traceback__ is not None:
-            traceback.clear_frames(this.__traceback__)
+        trace = None if this is None else this.__traceback__
+        if this is not None and trace is not None and trace.tb_frame not in running:
+            traceback.clear_frames(trace)
             this.__traceback__ = None
             waiting += [this.__cause__, this.__context__]
