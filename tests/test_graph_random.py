@@ -168,9 +168,41 @@ class Weighing(Noisy):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        found = self.draw(x, self)  # type: ignore[call-arg]
-        assert found.dtype == torch.float32
-        return found
+        return self.draw(x, self)  # type: ignore[call-arg, no-any-return]
+
+
+SCALARS: dict[str, tuple[Any, Callable[[torch.Tensor, Any], torch.Tensor]]] = {
+    "a scalar": (np.float64(0.3), lambda y, scale: scale * y.mean() + (1 - scale) * y.norm()),
+    "a short scalar": (np.float32(0.3), lambda y, scale: scale * y.mean()),
+    "a mean": (np.arange(3) / 7, lambda y, scale: scale.mean() * y.mean()),
+    "a sum by NumPy": (np.arange(3) / 7, lambda y, scale: np.sum(scale) * y.mean()),
+}
+
+
+class Scaled(Weighing):
+    """Model that weighs by an argument of NumPy's kind."""
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        self.scale = scale
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+def test_scalars_of_numpy_promote_as_numbers_do(kind: str) -> None:
+    scale, weigh = SCALARS[kind]
+
+    def found(engine: str | None) -> list[Any]:
+        torch.manual_seed(0)
+        net = Scaled(lambda y, net: weigh(y, net.scale), breaks=False, within=False)  # type: ignore
+        limit: dict[str, Any] = {"mem_limit": "1 MB", "engine": engine, "verbosity": 0}
+        model = net if engine is None else rotor.Checkpointable(net, **limit)
+        loss = model(torch.randn(32, 16), scale)
+        loss.backward()
+        return [loss.dtype, loss.item(), *[p.grad.sum().item() for p in net.parameters()]]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
+        assert found("auto") == found(None)
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])

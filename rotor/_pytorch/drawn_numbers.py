@@ -1,7 +1,8 @@
-"""Numbers of Python's that are tensors without dimensions in a captured graph.
+"""Numbers of Python's and NumPy's that are tensors without dimensions in a captured graph.
 
-Dynamo makes such inputs of numbers that a forward draws. They promote types as tensors do: beside a
-tensor without dimensions, a number of Python's has less weight.
+Dynamo makes such tensors of numbers that a forward draws, of NumPy's scalars, and of results of
+NumPy's functions. They promote types as tensors do: beside a tensor without dimensions, a number of
+Python's has less weight.
 """
 
 from __future__ import annotations
@@ -19,42 +20,49 @@ _OF_PYTHON = torch.float64, torch.int64, torch.bool
 
 
 def check_numbers(graph: fx.Graph) -> None:
-    """Raise CaptureError if an operation gives other types, or bits, than with Python's numbers."""
-    numbers = {node: node.meta["example_value"] for node in graph.nodes if _is_number(node)}
-    if not numbers:
-        return
+    """Raise CaptureError if an operation gives other types, or bits, than with such numbers."""
+    from torch._dynamo import utils
+
+    numpys = (
+        utils.numpy_to_tensor_wrapper,
+        utils.numpy_method_wrapper,
+        utils.numpy_operator_wrapper,
+    )
+    numbers: dict[fx.Node, torch.Tensor] = {}
     for node in graph.nodes:
-        given = [one for one in node.all_input_nodes if one in numbers]
-        if not given or node.op == "output":
-            continue
         value = node.meta.get("example_value")
+        is_scalar = isinstance(value, torch.Tensor) and not value.ndim
+        if is_scalar and (_is_input(node) or isinstance(node.target, numpys)):
+            numbers[node] = value
+            continue
+        given = [numbers[one] for one in node.all_input_nodes if one in numbers]
+        if not given or node.op == "output" or isinstance(node.target, numpys):
+            continue
         others = [one.meta.get("example_value") for one in node.all_input_nodes]
         tensors = [one for one in others if isinstance(one, torch.Tensor)]
-        if len(tensors) == len(others) == len(given) and _is_of_python(value):
+        is_alone = len(tensors) == len(given)
+        if is_alone and is_scalar and value.dtype in (*_OF_PYTHON, *(n.dtype for n in given)):
             numbers[node] = value
             continue
         holds_code = isinstance(node.target, torch._ops.HigherOrderOperator)
-        weighs = any(_weighs(numbers[one], other) for one in given for other in tensors)
-        if len(tensors) == len(given) or holds_code or weighs:
+        weighs = any(_weighs(number, other) for number in given for other in tensors)
+        if is_alone or holds_code or weighs:
             raise CaptureError(
-                f"the forward draws a number for {node.target}, which gives another type, or other "
-                "bits, with a tensor in its place, as captured graphs have one"
+                "the forward draws a number, or has one of NumPy's, for "
+                f"{node.target}, which gives another type, or other bits, with a tensor in its "
+                "place, as captured graphs have one"
             )
 
 
-def _is_number(node: fx.Node) -> bool:
-    """Return whether a node is an input that is a number of Python's."""
+def _is_input(node: fx.Node) -> bool:
+    """Return whether a node is an input that is no tensor of the caller's."""
     argument = node.meta.get("grapharg") if node.op == "placeholder" else None
-    return argument is not None and argument.pass_arg_as_tensor and not argument.is_tensor
+    return argument is not None and bool(argument.pass_arg_as_tensor)
 
 
-def _is_of_python(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.ndim and value.dtype in _OF_PYTHON
-
-
-def _weighs(number: torch.Tensor, other: torch.Tensor) -> bool:
+def _weighs(number: torch.Tensor, other: Any) -> bool:
     """Return whether a tensor in the place of a number changes the type of an operation."""
     like = torch.empty([1] * other.ndim, dtype=other.dtype, device="meta")
     alone = torch.empty([], dtype=number.dtype, device="meta")
-    python = 1.0 if number.dtype == torch.float64 else 1
+    python = 1.0 if number.dtype.is_floating_point else 1
     return torch.result_type(like, alone) != torch.result_type(like, python)
