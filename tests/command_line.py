@@ -24,7 +24,7 @@ def folder_with(name: str, text: str, tmp_path: Path, monkeypatch) -> Iterator[P
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
     """Return exit code, standard output and standard error of a command."""
-    _forget_main()
+    _forget_modules()
     code = main([str(argument) for argument in arguments])
     return code, *capsys.readouterr()
 
@@ -36,10 +36,11 @@ def data_of(capsys, *arguments: object) -> dict:
     return json.loads(out)
 
 
-def _forget_main() -> None:
-    """Have Dynamo look up the main module of the script to run: it knows that of an earlier one."""
+def _forget_modules() -> None:
+    """Have Dynamo look up the modules of the script to run: it knows those of an earlier one."""
     for name, module in list(sys.modules.items()):
         if name.startswith("rotor."):
-            vars(module).pop("__import___main__", None)
+            for alias in [key for key in vars(module) if key.startswith("__import_")]:
+                del vars(module)[alias]
         elif name == "torch._dynamo.symbolic_convert":
             module._import_module.cache_clear()

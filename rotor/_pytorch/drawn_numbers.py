@@ -36,11 +36,12 @@ def check_numbers(graph: fx.Graph) -> None:
             numbers[node] = value
             continue
         given = [numbers[one] for one in node.all_input_nodes if one in numbers]
-        if not given or node.op == "output" or isinstance(node.target, numpys):
+        is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        if not given or node.op == "output" or is_symbol or isinstance(node.target, numpys):
             continue
-        others = [one.meta.get("example_value") for one in node.all_input_nodes]
+        others = [n.meta.get("example_value") for n in node.all_input_nodes if n not in numbers]
         tensors = [one for one in others if isinstance(one, torch.Tensor)]
-        is_alone = len(tensors) == len(given)
+        is_alone = not tensors
         if is_alone and is_scalar and value.dtype in (*_OF_PYTHON, *(n.dtype for n in given)):
             numbers[node] = value
             continue
