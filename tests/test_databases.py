@@ -44,6 +44,9 @@ QUICK = (
     "nn.BatchNorm1d",
     "nn.CircularPad2d",
     "nn.GRU",
+    "nn.LazyConv1d",
+    "nn.MultiLabelMarginLoss",
+    "nn.MultiMarginLoss",
     "nn.MultiheadAttention",
 )
 TRIES = 8
@@ -57,7 +60,7 @@ class Operator(nn.Module):
         super().__init__()
         self.scale, self.run = nn.Parameter(torch.ones((), dtype=dtype)), run
 
-    def forward(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, value: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the operator's results."""
         return self.run(_pytree.tree_map(self._scaled, value), *args, **kwargs)
 

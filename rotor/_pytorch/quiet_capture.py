@@ -105,7 +105,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         functions_run_whole(),
         constant_branches(),
         _bounded_deques(),
-        _interpolation_of_eager(),
+        _kernels_of_eager(),
         draws.drawn_anew(),
         _unordered_settings(),
         _layouts_of_outputs(),
@@ -147,15 +147,17 @@ def _answered_by(branches: Branches) -> Iterator[None]:
 
 
 @contextmanager
-def _interpolation_of_eager() -> Iterator[None]:
-    """Have interpolation traced as the kernels that eager PyTorch runs, not as sums of products."""
+def _kernels_of_eager() -> Iterator[None]:
+    """Have interpolation and losses traced as the kernels that eager PyTorch runs, not as sums."""
     keys = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
-    found = []
+    aten, found = torch.ops.aten, []
+    operators = [aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default]
     for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d"):
-        packet = getattr(torch.ops.aten, f"upsample_{name}")
-        for operator in (packet.default, packet.vec):
-            found.append((operator, {k: operator.py_kernels.pop(k, None) for k in keys}))
-            operator._dispatch_cache.clear()
+        packet = getattr(aten, f"upsample_{name}")
+        operators += [packet.default, packet.vec]
+    for operator in operators:
+        found.append((operator, {k: operator.py_kernels.pop(k, None) for k in keys}))
+        operator._dispatch_cache.clear()
     try:
         yield
     finally:
