@@ -44,7 +44,6 @@ QUICK = (
     "nn.BatchNorm1d",
     "nn.CircularPad2d",
     "nn.GRU",
-    "nn.LazyConv1d",
     "nn.MultiLabelMarginLoss",
     "nn.MultiMarginLoss",
     "nn.MultiheadAttention",

@@ -138,9 +138,6 @@ class TransparentModule(nn.Module):
         if name in _SHARED:
             self.__dict__[name] = value
             self.module.__dict__[name] = value
-        elif name == "__class__" and not issubclass(value, TransparentModule):
-            # A lazy module becomes another one in its first call.
-            self.module.__class__ = value
         elif name in self.__dict__ or hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:
