@@ -7,7 +7,6 @@ forward is as it was.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +35,8 @@ class OtherModes:
     def __init__(
         self, backward: Callable[..., Any], emit: Callable[[OtherModes], Any], token: int
     ) -> None:
-        self._backward, self._token = backward, token
-        self._other = functools.cache(lambda: emit(self).backward)
+        self._backward, self._emit, self._token = backward, emit, token
+        self._other: Callable[..., Any] | None = None
         self._flags: tuple[Any, ...] = ()
 
     def __call__(self, args: list[Any], *given: Any) -> Any:
@@ -46,7 +45,9 @@ class OtherModes:
         if not modes.in_autocast() and flags == dispatch.backend_flags():
             return self._backward(args, *given)
         self._flags = flags
-        return self._other()(args, *given)
+        if self._other is None:
+            self._other = self._emit(self).backward
+        return self._other(args, *given)
 
     def operation(self, operation: Any, node: fx.Node, *, is_backward: bool) -> Callable[..., Any]:
         """Return the operation of a node for a backward in other modes."""
