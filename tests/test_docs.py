@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import gc
 import importlib
 import inspect
 import random
@@ -66,7 +67,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
         with suppress(ModuleNotFoundError):
             import_torchvision()
         pytest.importorskip(FRAMEWORKS[page.stem])
-    module = types.ModuleType("page_of_the_docs")
+    module = types.ModuleType(re.sub(r"\W", "_", f"page_{name_of(page)}"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     namespace = vars(module)
     if page.parent.name == "algorithms":
@@ -82,6 +83,9 @@ def test_code_runs(page, tmp_path, monkeypatch):
                 warnings.simplefilter("ignore")
             warnings.simplefilter("error", rotor.MemoryLimitWarning)
             exec(code, namespace)
+    # A file that a page leaves open warns here, not in whichever test runs the collector next.
+    namespace.clear()
+    gc.collect()
 
 
 def test_stages_are_named_as_the_page_on_models_says():
