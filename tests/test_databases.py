@@ -44,6 +44,7 @@ QUICK = (
     "nn.BatchNorm1d",
     "nn.CircularPad2d",
     "nn.GRU",
+    "nn.LazyConv1d",
     "nn.MultiLabelMarginLoss",
     "nn.MultiMarginLoss",
     "nn.MultiheadAttention",

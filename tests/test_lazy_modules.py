@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -73,3 +74,36 @@ def test_a_trial_leaves_them_lazy() -> None:
     assert all(type(layer) is nn.LazyLinear for layer in net.layers)
     net(x)
     assert all(type(layer) is nn.Linear for layer in net.layers)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
+@pytest.mark.parametrize(
+    ("make", "kind", "shape"),
+    [
+        (lambda: nn.LazyConv1d(4, 3), nn.Conv1d, (2, 3, 16)),
+        (lambda: nn.LazyLinear(8), nn.Linear, (4, 5)),
+        (nn.LazyBatchNorm1d, nn.BatchNorm1d, (4, 5)),
+    ],
+    ids=["convolution", "linear", "batch_norm"],
+)
+def test_a_lazy_module_that_is_wrapped_itself_becomes_what_it_is(
+    engine: str, make: Any, kind: Any, shape: tuple[int, ...]
+) -> None:
+    x, found = torch.randn(shape, generator=torch.Generator().manual_seed(0)), []
+    for is_limited in (False, True):
+        torch.manual_seed(0)
+        module = make()
+        options = {"mem_limit": "1 MB", "engine": engine, "verbosity": -1}
+        model = rotor.Checkpointable(module, **options) if is_limited else module
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "lazy modules make their parameters")
+            for _ in range(2):
+                loss = model(x).square().sum()
+                loss.backward()
+        gradients = [p.grad.sum().item() for p in module.parameters() if p.grad is not None]
+        found.append([loss.item(), *gradients, *model.state_dict()])
+        assert type(module) is kind
+    assert type(model) is rotor.Checkpointable
+    assert isinstance(model, kind)
+    assert len(gradients) == 2
+    assert found[0] == found[1]

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from training import Result, conv_net, default_loss, images
 
 import rotor
@@ -307,3 +308,42 @@ def test_a_forward_around_the_wrappers_own_is_limited(is_method):
         chk.forward = lambda x: own(x) * 2
     chk(images()).sum().backward()
     assert chk.plan.measured_bytes
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
+def test_parametrizations_of_a_wrapper_are_the_modules(engine):
+    x, found = torch.ones(2, 4), []
+    for is_limited in (False, True):
+        torch.manual_seed(0)
+        module = nn.Linear(4, 4)
+        options = {"mem_limit": "1 MB", "engine": engine, "verbosity": -1}
+        model = rotor.Checkpointable(module, **options) if is_limited else module
+        model(x).sum().backward()
+        parametrize.register_parametrization(model, "weight", Doubled())
+        loss = model(x).square().sum()
+        loss.backward()
+        found.append([loss.item(), *(p.grad.sum().item() for p in model.parameters())])
+        assert parametrize.is_parametrized(module, "weight")
+        assert "weight" not in vars(nn.Linear)
+        parametrize.remove_parametrizations(model, "weight")
+        assert type(module) is nn.Linear
+    assert type(model) is rotor.Checkpointable
+    assert found[0] == found[1]
+
+
+def test_the_class_of_a_wrapper_is_the_modules_unless_it_is_mixed_in():
+    class Mixed:
+        extra = 1
+
+    chk = rotor.Checkpointable(nn.Linear(4, 4), mem_limit="1 MB")
+    chk.__class__ = chk.__class__
+    assert type(chk) is rotor.Checkpointable
+    chk.__class__ = type("MixedLinear", (Mixed, chk.__class__), {})
+    assert chk.extra == 1
+    assert isinstance(chk, rotor.Checkpointable)
+    assert type(chk.module) is nn.Linear

@@ -103,8 +103,12 @@ class TransparentModule(nn.Module):
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        # fully_shard derives a class from the one it was shown.
+        # fully_shard mixes a class of its own into the one it was shown: that is the wrapper's. A
+        # lazy module becomes another one, and parametrizations derive from one alone.
         shown = type(self.__dict__["module"])
+        if shown not in cls.__bases__ or len(cls.__bases__) == 1:
+            self.__dict__["module"].__class__ = cls
+            return
         bases = tuple([type(self) if base is shown else base for base in cls.__bases__])
         body = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
         vars(object)["__class__"].__set__(self, type(cls.__name__, bases, body))
