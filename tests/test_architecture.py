@@ -277,7 +277,7 @@ PRIVATE_IN_TESTS = {
     "test_chain": ["_core"],
     "test_checksums": ["common.checksums"],
     "test_devices": ["_pytorch.devices"],
-    "test_dtr_guard": ["_pytorch.dispatch", "dtr.recall"],
+    "test_dtr_guard": ["_pytorch.dispatch", "_pytorch.pointers", "dtr.recall"],
     "test_dtr_handler": [
         "_core",
         "_pytorch.dispatch",
@@ -285,8 +285,9 @@ PRIVATE_IN_TESTS = {
         "dtr.runtime",
         "dtr.signatures",
     ],
+    "test_dtr_other_threads": ["_pytorch.pointers", "dtr.recall"],
     "test_dtr_repeating": ["dtr.recall"],
-    "test_dtr_runtime": ["_core", "_pytorch.dispatch", "dtr.signatures"],
+    "test_dtr_runtime": ["_core", "_pytorch.pointers", "dtr.signatures"],
     "test_dtr_sources": ["dtr.recall"],
     "test_dynamic_limits": ["_core", "engines.dynamic.step"],
     "test_earlier_pytorch": ["_pytorch.core", "_pytorch.fsdp"],
@@ -324,7 +325,7 @@ PRIVATE_IN_TESTS = {
     "test_integer_program": ["algorithms._integer_program"],
     "test_varying_memory": ["_pytorch.devices"],
     "background_models": ["wrapper.checkpointable"],
-    "versions": ["_pytorch.core", "_pytorch.dispatch", "_pytorch.regions"],
+    "versions": ["_pytorch.core", "_pytorch.pointers", "_pytorch.regions"],
 }
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rotor import dtr
-from rotor._pytorch import dispatch
+from rotor._pytorch import dispatch, pointers
 from rotor.errors import MemoryLimitWarning
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the budget of"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
-SWAPS = [False, *([True] if dispatch.has_storage_swap() else [])]
+SWAPS = [False, *([True] if pointers.has_storage_swap() else [])]
 WIDTH = 1000
 BYTES = 4 * WIDTH
 

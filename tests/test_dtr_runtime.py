@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from versions import EXCHANGES
 
 from rotor import _core, dtr, memory
-from rotor._pytorch import dispatch
+from rotor._pytorch import pointers
 from rotor.dtr.operators import Operator
 from rotor.errors import BudgetError, MemoryLimitWarning
 
-SWAPS = [False, *([True] if dispatch.has_storage_swap() else [])]
+SWAPS = [False, *([True] if pointers.has_storage_swap() else [])]
 
 
 @cache

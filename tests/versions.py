@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rotor._pytorch import core, dispatch, regions
+from rotor._pytorch import core, pointers, regions
 
-EXCHANGES = dispatch.has_storage_swap()
+EXCHANGES = pointers.has_storage_swap()
 """True if storages exchange their bytes; a budget needs room for copies of what comes back else."""
 
 HANDS_OVER = core.hands_gradients_over()

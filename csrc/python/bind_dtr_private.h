@@ -38,7 +38,7 @@ enum {
     PART_GRAPH_TASK,
     PART_GRAD_ENABLED,
     PART_CPU,
-    PART_COMPLEX,
+    PART_DTYPES, /* DLPack's words for data types, by data type */
     PART_FLAGS,
     PART_WRITE_FLAGS,
     PART_PLAIN_FLAGS, /* how many of the flags matter to every operator */
@@ -112,7 +112,7 @@ enum { ROTOR_DL_CPU = 1, ROTOR_DL_COMPLEX = 5 };
 
 /* A tensor among the arguments. */
 typedef struct {
-    PyObject *tensor; /* borrowed: the arguments hold it */
+    PyObject *tensor;
     py_ref_t *ref;
     int64_t first; /* of its sizes and strides in the key */
     int32_t dims;

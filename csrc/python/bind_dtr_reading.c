@@ -53,15 +53,50 @@ int py_tensor_is_strided(py_handler_t *self, PyObject *tensor) {
     return is;
 }
 
-/* Without DLPack, or where it has no word for the tensor, which may have no place in a session. */
+/* The session's reference to a tensor's storage, a new one; NULL, without an exception, for none. */
+static py_ref_t *known_ref(py_handler_t *self, PyObject *tensor) {
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
+    py_ref_t *ref = storage == NULL ? NULL : py_table_find(&self->table, storage);
+    Py_XINCREF((PyObject *)ref);
+    Py_XDECREF(storage);
+    PyErr_Clear(); /* tensors of other layouts have no storage */
+    return ref;
+}
+
+/* Whether DLPack, which refuses a tensor without bytes, may be asked. */
+static bool has_bytes(py_handler_t *self, const py_ref_t *ref) {
+    const rotor_recorder_t *book = &self->recorder->book;
+    return ref == NULL || ref->node < 0 || ref->node >= book->node_count ||
+           rotor_recorder_is_material(book, (int32_t)ref->node);
+}
+
+/* DLPack's words for a data type and a device, or a number for what has none. */
+static int kind_of(py_handler_t *self, PyObject *dtype, PyObject *device, int64_t *kind) {
+    PyObject *word = PyDict_GetItemWithError(self->parts[PART_DTYPES], dtype);
+    int is_here = word == NULL ? 0 : PyObject_RichCompareBool(device, self->device, Py_EQ);
+    if (is_here > 0) {
+        *kind = PyLong_AsLongLong(word) | (int64_t)self->device_type << 32 |
+                (int64_t)self->device_index << 48;
+    } else if (is_here == 0 && !PyErr_Occurred()) {
+        /* The type of numbers stays readable. */
+        int64_t code = word == NULL ? 0 : PyLong_AsLongLong(word) & 0xff;
+        *kind = (int64_t)(((uint64_t)(uintptr_t)dtype ^ (uint64_t)PyObject_Hash(device)) << 8) | code;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Without DLPack, or where it has no word for the tensor: evicted, or without a place in a session. */
 static int read_attributes(py_handler_t *self, PyObject *session, py_input_t *input) {
     int is_strided;
-    if (py_did(py_ask(self, session, _refuse_opaque, input->tensor)) != 0 ||
+    /* What is evicted was looked at when it was made. */
+    if ((has_bytes(self, input->ref) &&
+         py_did(py_ask(self, session, _refuse_opaque, input->tensor)) != 0) ||
         (is_strided = py_tensor_is_strided(self, input->tensor)) < 0) {
         return -1;
     }
     if (!is_strided) {
         self->input_count--;
+        Py_DECREF(input->tensor);
         self->has_others = true;
         self->has_key = false;
         return 0;
@@ -71,15 +106,14 @@ static int read_attributes(py_handler_t *self, PyObject *session, py_input_t *in
     PyObject *dtype = stride == NULL ? NULL : get(self, input->tensor, NAME_dtype);
     PyObject *device = dtype == NULL ? NULL : get(self, input->tensor, NAME_device);
     PyObject *is_cpu = device == NULL ? NULL : get(self, input->tensor, NAME_is_cpu);
-    int is_complex = is_cpu == NULL ? -1 : PySequence_Contains(self->parts[PART_COMPLEX], dtype);
-    int ret = -1;
-    if (is_complex >= 0) {
-        Py_hash_t where = PyObject_Hash(device);
+    int64_t kind = 0;
+    int ret = is_cpu == NULL ? -1 : kind_of(self, dtype, device, &kind);
+    if (ret == 0) {
         input->is_cpu = is_cpu == Py_True;
-        input->is_complex = is_complex;
+        input->is_complex = (kind & 0xff) == ROTOR_DL_COMPLEX;
         input->dims = (int32_t)PyTuple_GET_SIZE(shape);
-        ret = where == -1 ? -1 : append(self, TAG_TENSOR | (int64_t)input->dims << 8);
-        ret = ret == 0 ? append(self, (int64_t)(intptr_t)dtype ^ (int64_t)where) : ret;
+        ret = append(self, TAG_TENSOR | (int64_t)input->dims << 8);
+        ret = ret == 0 ? append(self, kind) : ret;
         input->first = self->key_count;
     }
     if (ret == 0 && (append_sizes(self, shape) != 0 || append_sizes(self, stride) != 0)) {
@@ -103,7 +137,8 @@ static int read_tensor(py_handler_t *self, PyObject *session, PyObject *tensor, 
     py_input_t *input = &self->inputs[self->input_count++];
     *input = (py_input_t){
         .tensor = Py_NewRef(tensor), .is_written = is_written && !is_hidden, .is_hidden = is_hidden};
-    if (self->exchange == NULL) {
+    input->ref = known_ref(self, tensor);
+    if (self->exchange == NULL || !has_bytes(self, input->ref)) {
         return read_attributes(self, session, input);
     }
     if (self->exchange->view(tensor, &view) != 0) {
@@ -304,7 +339,8 @@ static py_ref_t *ref_of(py_handler_t *self, PyObject *session, const py_input_t 
 
 int py_operator_find(py_handler_t *self, PyObject *session) {
     for (int64_t k = 0; k < self->input_count; k++) {
-        if ((self->inputs[k].ref = ref_of(self, session, &self->inputs[k])) == NULL) {
+        py_input_t *input = &self->inputs[k];
+        if (input->ref == NULL && (input->ref = ref_of(self, session, input)) == NULL) {
             return -1;
         }
     }

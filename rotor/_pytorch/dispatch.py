@@ -16,22 +16,6 @@ from torch.utils import _device, _python_dispatch
 from rotor._pytorch import core, devices
 
 
-def has_storage_swap() -> bool:
-    """Return whether a storage can take over another's bytes without a copy (PyTorch 2.13)."""
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def swap_bytes(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the bytes of two storages; tensors and graphs on them see nothing."""
-    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
-
-
-def empty_shell(device: torch.device, nbytes: int) -> torch.UntypedStorage:
-    """Return a storage that claims `nbytes` and holds none."""
-    shell: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
-    return shell  # type: ignore[no-any-return]
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that no other storage has while this one lives."""
     return storage._cdata  # type: ignore[no-any-return]
@@ -255,33 +239,6 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-_before_export: list[Callable[[torch.Tensor], None]] = []
-
-
-def _to_dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run `torch.to_dlpack` as without a budget."""
-    for prepare in _before_export:
-        prepare(tensor)
-    return torch._C._to_dlpack(tensor, *args, **kwargs)
-
-
-@contextmanager
-def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Have `torch.to_dlpack`, which no mode sees, prepare its tensor first, in the context."""
-    homes: list[Any] = [torch, torch.utils.dlpack]
-    export = torch.to_dlpack  # type: ignore[attr-defined]
-    # Who keeps the function, as dynamo does when it is imported, keeps nothing else.
-    _before_export.append(prepare)
-    for home in homes:
-        home.to_dlpack = _to_dlpack
-    try:
-        yield
-    finally:
-        _before_export.remove(prepare)
-        for home in homes:
-            home.to_dlpack = export
-
-
 class DispatchMode(_python_dispatch.TorchDispatchMode):
     """Mode whose handler is called without the wrapper that keeps dynamo out of it."""
 
@@ -457,14 +414,29 @@ def _data_types() -> tuple[torch.dtype, ...]:
 
 
 @cache
-def _complex_types() -> tuple[torch.dtype, ...]:
-    return tuple(kind for kind in _data_types() if kind.is_complex)
+def _integer_types() -> tuple[torch.dtype, ...]:
+    plain = (t for t in _data_types() if not t.is_floating_point and not t.is_complex)
+    return tuple(t for t in plain if t is not torch.bool)
+
+
+_DLPACK_CODES = {
+    0: (torch.int8, torch.int16, torch.int32, torch.int64),
+    1: (torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    2: (torch.float16, torch.float32, torch.float64),
+    4: (torch.bfloat16,),
+    5: (torch.complex32, torch.complex64, torch.complex128),
+    6: (torch.bool,),
+}
 
 
 @cache
-def _integer_types() -> tuple[torch.dtype, ...]:
-    others = (torch.bool, *_complex_types())
-    return tuple(t for t in _data_types() if not t.is_floating_point and t not in others)
+def _dlpack_types() -> dict[torch.dtype, int]:
+    """Return DLPack's code, bits and lanes of data types, as one number each."""
+    return {
+        kind: code | 8 * kind.itemsize << 8 | 1 << 16
+        for code, kinds in _DLPACK_CODES.items()
+        for kind in kinds
+    }
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -485,7 +457,7 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         torch._C._current_graph_task_id,
         torch.is_grad_enabled,
         torch.device("cpu"),
-        _complex_types(),
+        _dlpack_types(),
         _FLAGS,
         write_flags,
         _PLAIN_FLAGS,
@@ -529,14 +501,12 @@ core.check(
         "autograd._engine_run_backward",
         "overrides._get_current_function_mode_stack",
         "utils._python_dispatch._get_current_dispatch_mode",
-        "_C._construct_storage_from_data_pointer",
         "_C._current_autograd_node",
         "_C._len_torch_dispatch_stack",
         "Tensor._use_count",
         "_C._autograd._top_saved_tensors_default_hooks",
         "_C._vmapmode_increment_nesting",
         "_C._vmapmode_decrement_nesting",
-        "_C._to_dlpack",
         "_conj",
         "_neg_view",
         "ops.aten._native_batch_norm_legit.no_stats",

@@ -73,7 +73,7 @@ def _of_torch(free_bytes: int | None) -> tuple[list[dict[str, Any]], str | None,
         import torch
 
         from rotor._pytorch import devices as places
-        from rotor._pytorch.dispatch import has_storage_swap
+        from rotor._pytorch.pointers import has_storage_swap
         from rotor.meter import allocator
     except ImportError:
         return [{**cpu, "free_bytes": free_bytes, "total_bytes": None}], None, None

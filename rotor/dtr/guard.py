@@ -5,8 +5,10 @@ Eviction takes the bytes of a storage. Operators are seen and have their inputs 
 over PyTorch's functions that knows them. It acts in the thread that entered the budget, in the
 backwards that this thread runs, and in those of other threads that begin in the session's graph.
 
-It cannot see extensions that take a tensor in C++ and read it without PyTorch's dispatcher, other
-threads of Python, and functions that were called while ``torch._C.DisableTorchFunction`` was on:
+Exports by DLPack are seen in every thread. What the guard does not see raises, in whatever thread,
+where it reads an evicted tensor: access to such storages is forbidden (`rotor._pytorch.pointers`).
+An address that was taken while a tensor was in memory is not followed: of ``data_ptr()`` in another
+thread, of an extension, of an operator that another thread runs while its input is evicted.
 `Session.pin` makes a tensor safe for all of them.
 """
 
@@ -21,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rotor import _core
-from rotor._pytorch import dispatch
+from rotor._pytorch import dispatch, pointers
 from rotor.common.tensor_trees import tree_tensors
 
 
@@ -58,9 +60,8 @@ _READ = frozenset(_functions("__repr__ __format__ tolist", torch.Tensor))
 # Their results share the bytes, or they read several tensors.
 _SHARED = frozenset(
     _functions(
-        "numpy __array__ data_ptr const_data_ptr mutable_data_ptr __dlpack__ untyped_storage "
-        "storage share_memory_ __deepcopy__ __reduce_ex__ apply_ map_ map2_ as_subclass "
-        "_make_subclass",
+        "numpy __array__ data_ptr const_data_ptr mutable_data_ptr untyped_storage storage "
+        "share_memory_ __deepcopy__ __reduce_ex__ apply_ map_ map2_ as_subclass _make_subclass",
         torch.Tensor,
     )
 ).union({torch.Tensor.__cuda_array_interface__.__get__, torch.Tensor.data.__set__})  # type: ignore[attr-defined]
@@ -153,7 +154,7 @@ def guarded(session: Guarded) -> Iterator[None]:
     try:
         with (
             dispatch.backwards_within(guard, joined),
-            dispatch.dlpack_after(session.pin),
+            pointers.dlpack_after(session.pin),
             guard,
         ):
             yield

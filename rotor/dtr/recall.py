@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -295,7 +296,7 @@ class Recall:
             if found[2]:
                 assert self._store is not None
                 self._book.moved(found[1], self._store.write(found[0]))
-            self._bytes.take(found[0])
+            self._take(*found[:2])
             if self.observer is not None:
                 self.observer.evicted(found[1])
             taking += now() - began
@@ -318,6 +319,20 @@ class Recall:
             self.told_bytes = current + least
             warn_caller(str(self._no_room(current, least, nbytes)), MemoryLimitWarning)
         self._overflows += 1
+
+    def _take(self, storage: torch.UntypedStorage, node: int) -> None:
+        """Free the bytes of a storage; those that NumPy shares count until the storage dies."""
+        # PyTorch marks what it shows NumPy so, and what an operator of others makes of an array.
+        is_shared = self._is_cpu and not storage.resizable() and not self._is_custom(node)
+        nbytes = storage.nbytes()
+        taken = self._bytes.take(storage)
+        if is_shared:
+            self._handler.adopt(taken, nbytes, False)
+            weakref.finalize(storage, id, taken)
+
+    def _is_custom(self, node: int) -> bool:
+        record = self._book.describe(node).record
+        return record is not None and record.operator.is_custom
 
     def _no_room(self, current: int, nbytes: int, wished: int) -> BudgetError:
         described = [self._book.describe(node) for node in self._book.nodes()]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor import _core
-from rotor._pytorch import dispatch
+from rotor._pytorch import pointers
 
 StorageRef = _core.StorageRef
 
@@ -48,8 +48,11 @@ class Bytes(Protocol):
     views: bool
     """True if view operators work on a storage without bytes."""
 
-    def take(self, storage: torch.UntypedStorage) -> None:
-        """Free the bytes of a storage, which stays the same object for all its tensors."""
+    def take(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Take the bytes of a storage, which stays the same object for all its tensors.
+
+        They are free once the result is dropped.
+        """
 
     def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """Give a storage the bytes of another one, which is not used any more."""
@@ -61,13 +64,16 @@ class Swapping:
     copies = False
     views = True
 
-    def take(self, storage: torch.UntypedStorage) -> None:
+    def take(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Leave a shell of the same size."""
-        dispatch.swap_bytes(storage, dispatch.empty_shell(storage.device, storage.nbytes()))
+        shell = pointers.empty_shell(storage.device, storage.nbytes())
+        pointers.swap_bytes(storage, shell)
+        pointers.forbid_access(storage)
+        return shell
 
     def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """Exchange the shell for the bytes."""
-        dispatch.swap_bytes(storage, source)
+        pointers.swap_bytes(storage, source)
 
 
 class Resizing:
@@ -76,13 +82,18 @@ class Resizing:
     copies = True
     views = False
 
-    def take(self, storage: torch.UntypedStorage) -> None:
-        """Resize to nothing."""
-        storage.resize_(0)
+    def take(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Resize to nothing, unless NumPy has the address: then the bytes stay where they are."""
+        if storage.resizable():
+            storage.resize_(0)
+            pointers.forbid_access(storage)
+        return torch.UntypedStorage(0)
 
     def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """Resize back and copy."""
-        storage.resize_(source.nbytes())
+        if storage.resizable():
+            pointers.allow_access(storage)
+            storage.resize_(source.nbytes())
         storage.copy_(source)
 
 
@@ -95,8 +106,8 @@ def bytes_of(swap: bool | None) -> Bytes:
         Swapping was asked for and this PyTorch cannot.
     """
     if swap is None:
-        swap = dispatch.has_storage_swap()
-    if swap and not dispatch.has_storage_swap():
+        swap = pointers.has_storage_swap()
+    if swap and not pointers.has_storage_swap():
         raise ValueError(
             f"PyTorch {torch.__version__} cannot swap the bytes of storages: leave storage_swap "
             "out, or pass False to resize and copy"

@@ -52,21 +52,23 @@ c10::DataPtr relabelled(c10::DataPtr data, c10::Device device) {
 // The operands of one call, lent to a kernel of the CPU.
 class Operands {
   public:
-    Operands(int device, int stream, const char *name)
-        : device_(device), stream_(stream), name_(name) {}
+    Operands(int device, int stream, const char *name, bool are_read)
+        : device_(device), stream_(stream), name_(name), are_read_(are_read) {}
 
     size_t bytes = 0;
     std::vector<std::vector<int64_t>> shapes;
 
     c10::Storage lend(const c10::Storage &storage, bool written) {
         StorageImpl *real = storage.unsafeGetStorageImpl();
-        note_access(real->data_ptr(), device_, stream_, written, name_);
+        // What views are made of may be memory that nothing may read.
+        const c10::DataPtr &data = are_read_ ? real->mutable_data_ptr() : real->_mutable_data_ptr_no_checks();
+        note_access(data, device_, stream_, written, name_);
         for (auto &known : storages_) {
             if (known.real.get() == real) {
                 return known.lent;
             }
         }
-        void *address = real->mutable_data();
+        void *address = data.get();
         bytes += real->nbytes();
         auto lent = c10::make_intrusive<StorageImpl>(
             StorageImpl::use_byte_size_t(), real->nbytes(),
@@ -103,7 +105,7 @@ class Operands {
             if (lent->nbytes() != known.real->nbytes()) {
                 known.real->set_nbytes(lent->nbytes());
             }
-            known.address = known.real->mutable_data();
+            known.address = known.real->_mutable_data_ptr_no_checks().get();
         }
         for (auto &known : tensors_) {
             if (!known.written) {
@@ -149,6 +151,7 @@ class Operands {
 
     int device_, stream_;
     const char *name_;
+    bool are_read_;
     c10::SmallVector<LentStorage, 8> storages_;
     c10::SmallVector<LentTensor, 8> tensors_;
 
@@ -272,7 +275,7 @@ void run_kernel(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     OnDevice on_device(device);
     int stream = current_stream(device);
     const char *name = schema.name().c_str();
-    Operands operands(device, stream, name);
+    Operands operands(device, stream, name, !is_view(schema));
     launch(device, stream);
 
     bool draws = op.hasTag(at::Tag::nondeterministic_seeded);

@@ -1,0 +1,142 @@
+"""Bytes of storages: taken away and given back, never read where they are gone."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rotor._pytorch import core
+
+_OWN_BYTES = 96
+_GONE = (
+    "the tensor was evicted by a memory budget of rotor, whose session does not see this read: "
+    "call rotor.dtr.pin(tensor) in the thread of the budget before others read it"
+)
+
+
+def has_storage_swap() -> bool:
+    """Return whether a storage can take over another's bytes without a copy (PyTorch 2.13)."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_bytes(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the bytes of two storages, and whether they may be read."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def empty_shell(device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """Return a storage that claims `nbytes` and holds none."""
+    shell: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+    return shell  # type: ignore[no-any-return]
+
+
+def _own_bytes(storage: torch.UntypedStorage) -> Any:
+    """Return the bytes of a storage's own object."""
+    return (ctypes.c_ubyte * _OWN_BYTES).from_address(storage._cdata)
+
+
+def _find_flags() -> tuple[int, ...]:
+    """Return where a storage notes that accesses are checked, and that each raises; () if unknown.
+
+    PyTorch's builds for accelerators alone set the second by name (CUDA graphs have it set).
+    """
+    with torch._C._DisableTorchDispatch():
+        tensor = torch.empty(1, device="cpu")
+    own = _own_bytes(tensor.untyped_storage())
+    before = bytes(own)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    changed = [k for k, was in enumerate(before) if was != own[k]]
+    if len(changed) != 2 or any(before[k] for k in (*changed, changed[1] + 1)):
+        return ()
+    places = (changed[0], changed[1] + 1)  # By the second one that changed, writes alone raise.
+    storage: Any = torch.UntypedStorage(1)
+    storage[0] = 1
+    _write(storage, places, 1)
+    try:
+        _ = storage[0]
+    except RuntimeError:
+        _write(storage, places, 0)
+        return places if storage[0] == 1 else ()
+    return ()
+
+
+def _write(storage: torch.UntypedStorage, places: tuple[int, ...], value: int) -> None:
+    own = _own_bytes(storage)
+    for place in places:
+        own[place] = value
+
+
+FLAGS = _find_flags()
+_say_why = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+
+
+def forbid_access(storage: torch.UntypedStorage) -> None:
+    """Have every later access to a storage's bytes raise RuntimeError, by whatever code.
+
+    While `torch.profiler` records, nothing is forbidden: it reads the addresses of all arguments.
+    """
+    if torch.autograd.profiler._is_profiler_enabled:
+        return
+    _write(storage, FLAGS, 1)
+    if _say_why is not None and FLAGS:
+        _say_why(storage._cdata, _GONE)
+
+
+def allow_access(storage: torch.UntypedStorage) -> None:
+    """Undo `forbid_access`."""
+    _write(storage, FLAGS, 0)
+
+
+_before_export: list[Callable[[torch.Tensor], None]] = []
+
+
+def _prepared(export: Callable[..., Any]) -> Callable[..., Any]:
+    # Who keeps the result, as dynamo does when it is imported, keeps nothing else.
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for prepare in _before_export:
+            prepare(tensor)
+        return export(tensor, *args, **kwargs)
+
+    return run
+
+
+_EXPORTS: list[tuple[Any, str, Any]] = [
+    (home, name, getattr(home, name))
+    for home, name in (
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+    )
+    if hasattr(home, name)
+]
+_PREPARED = {export: _prepared(export) for _, _, export in _EXPORTS}
+
+
+@contextmanager
+def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Have exports by DLPack, in every thread, prepare their tensor first, in the context."""
+    _before_export.append(prepare)
+    for home, name, export in _EXPORTS:
+        setattr(home, name, _PREPARED[export])
+    try:
+        yield
+    finally:
+        _before_export.remove(prepare)
+        for home, name, export in _EXPORTS:
+            setattr(home, name, export)
+
+
+core.check(
+    (
+        "_C._DisableTorchDispatch",
+        "_C._construct_storage_from_data_pointer",
+        "_C._set_throw_on_mutable_data_ptr",
+        "_C._to_dlpack",
+        "autograd.profiler._is_profiler_enabled",
+    )
+)
