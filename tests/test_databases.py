@@ -32,15 +32,21 @@ QUICK = (
     "add",
     "cumprod",
     "index_put",
+    "linalg.eig",
     "linalg.inv",
     "linalg.solve",
     "nn.functional.dropout",
     "nn.functional.embedding",
+    "nn.functional.group_norm",
+    "nn.functional.hardshrink",
     "nn.functional.interpolate.bilinear",
     "nn.functional.scaled_dot_product_attention",
     "sgn",
     "sort",
     "split.list_args",
+    "transpose",
+    "chalf",
+    "to_sparse",
     "nn.BatchNorm1d",
     "nn.CircularPad2d",
     "nn.GRU",
@@ -73,9 +79,22 @@ def _leaves(value: Any) -> list[torch.Tensor]:
     return [t for t in _pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def _loss(output: Any) -> torch.Tensor | None:
+def _squares(t: torch.Tensor) -> torch.Tensor:
+    return (t * t.conj()).real.mean() if t.is_complex() else (t * t).mean()
+
+
+def _weighted(t: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradient has the dimensions of the tensor in the opposite order."""
+    if t.is_complex():
+        return _squares(t)
+    weights = torch.linspace(0.5, 1.5, t.numel(), dtype=torch.float32).to(t.dtype)
+    order = tuple(range(t.dim()))[::-1]
+    return (t * weights.reshape(t.shape[::-1]).permute(order)).sum()
+
+
+def _loss(output: Any, of_one: Any) -> torch.Tensor | None:
     found = [t for t in _leaves(output) if t.requires_grad and t.numel()]
-    parts = [(t * t.conj()).real.mean() if t.is_complex() else (t * t).mean() for t in found]
+    parts = [of_one(t if t.layout == torch.strided else t.to_dense()) for t in found]
     return torch.stack([part.double() for part in parts]).sum() if parts else None
 
 
@@ -88,13 +107,15 @@ def _copied(value: Any) -> Any:
     )
 
 
-def _step(model: nn.Module, net: nn.Module, given: Any) -> list[torch.Tensor | None] | None:
+def _step(
+    model: nn.Module, net: nn.Module, given: Any, of_one: Any
+) -> list[torch.Tensor | None] | None:
     """Return outputs, gradients and buffers of a step; ``None`` if nothing needs a gradient."""
     args, kwargs = _copied(given)
     net.zero_grad()
     torch.manual_seed(1)
     output = model(*args, **kwargs)
-    loss = _loss(output)
+    loss = _loss(output, of_one)
     if loss is None:
         return None
     loss.backward()
@@ -106,16 +127,23 @@ def _step(model: nn.Module, net: nn.Module, given: Any) -> list[torch.Tensor | N
 def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None or one.layout != torch.strided:
         return one is other or (other is not None and one is not None)
-    return one.dtype == other.dtype and torch.equal(
+    if one.dtype != other.dtype:
+        return False
+    if one.is_complex():
+        one, other = (torch.view_as_real(t.resolve_conj()) for t in (one, other))
+    return torch.equal(
         one.nan_to_num(nan=0.5) if one.is_floating_point() else one,
         other.nan_to_num(nan=0.5) if other.is_floating_point() else other,
     )
 
 
+LOSSES = (_squares, _weighted)
+
+
 def _judge(make: Any, given: Any, engine: str) -> None:
     """Compare two steps at the least limit with the plain model's; "graph" may refuse in words."""
     plain = _made(make)
-    wanted = [_step(plain, plain, given) for _ in range(2)]
+    wanted = [_step(plain, plain, given, of_one) for of_one in LOSSES]
     if wanted[0] is None:
         return
     options: dict[str, Any] = {"effort": "fast"} if engine == "graph" else {}
@@ -126,7 +154,7 @@ def _judge(make: Any, given: Any, engine: str) -> None:
             net = _made(make)
             model = rotor.Checkpointable(net, mem_limit=limit_bytes, engine=engine, **options)
             try:
-                found = [_step(model, net, given) for _ in range(2)]
+                found = [_step(model, net, given, of_one) for of_one in LOSSES]
             except rotor.InfeasibleError as error:
                 limit_bytes = error.minimum_bytes
             except REFUSED as error:

@@ -21,10 +21,11 @@ __all__ = [
     "as_eager",
     "check",
     "checks_kept",
-    "for_any_mode",
+    "for_emitted",
     "forget_compiled",
     "is_effect",
     "is_token",
+    "memory_format_of",
 ]
 
 _REQUIRED = (
@@ -37,6 +38,7 @@ _REQUIRED = (
     "_dynamo.eval_frame.remove_from_cache",
     "_C._ForceDispatchKeyGuard",
     "_C._create_function_from_graph",
+    "_C._dispatch_has_kernel_for_dispatch_key",
     "_dynamo.guards.GuardBuilder.ID_MATCH",
     "_dynamo.guards.install_guard",
     "_dynamo.source.RandomValueSource",
@@ -62,6 +64,7 @@ _REQUIRED = (
     "_higher_order_ops.effects._get_effect",
     "_higher_order_ops.effects._register_effectful_op",
     "_higher_order_ops.effects.with_effects",
+    "_prims_common.suggest_memory_format",
 )
 
 LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
@@ -91,17 +94,33 @@ def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def for_any_mode(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiler of forwards whose backwards run in the deterministic mode that they find.
+class _AnyExtents:
+    """Sizes or strides that equal all others."""
 
-    PyTorch refuses one where the mode was switched on after the forward.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+def for_emitted(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiler of forwards whose backwards take modes and gradients as they come.
+
+    PyTorch refuses a backward where the deterministic mode was switched on after the forward, and
+    copies gradients of outputs into the layout of the outputs. Without a capture they have the
+    layout that the loss gives them, and sums over them are rounded by it.
     """
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
     from torch._guards import TracingContext
 
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.deterministic = None
+            for given in context.fw_metadata.subclass_tangent_meta:
+                if isinstance(given, PlainTensorMeta):
+                    extents: Any = _AnyExtents()
+                    given.memory_format = MemoryFormatMeta(size=extents, stride=extents)
         return compiler(module, inputs)
 
     return compiled
@@ -133,6 +152,12 @@ def is_token(node: Any, *, of_backward: bool = False) -> bool:
 
     kinds = descriptors.ForwardTokenAOTInput, descriptors.BackwardTokenAOTInput
     return isinstance(node.meta.get("desc"), kinds[of_backward])
+
+
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
+    """Return the memory format that PyTorch reads from a tensor's strides."""
+    found: torch.memory_format = torch._prims_common.suggest_memory_format(tensor)
+    return found
 
 
 def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod
+from functools import cache, partial, partialmethod
 from typing import Any
 
 import torch
@@ -148,14 +149,10 @@ def _answered_by(branches: Branches) -> Iterator[None]:
 
 @contextmanager
 def _kernels_of_eager() -> Iterator[None]:
-    """Have interpolation and losses traced as the kernels that eager PyTorch runs, not as sums."""
+    """Have operators traced as the kernels that eager PyTorch runs, not as sums of others."""
     keys = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
-    aten, found = torch.ops.aten, []
-    operators = [aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default]
-    for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d"):
-        packet = getattr(aten, f"upsample_{name}")
-        operators += [packet.default, packet.vec]
-    for operator in operators:
+    found = []
+    for operator in _decomposed():
         found.append((operator, {k: operator.py_kernels.pop(k, None) for k in keys}))
         operator._dispatch_cache.clear()
     try:
@@ -164,6 +161,27 @@ def _kernels_of_eager() -> Iterator[None]:
         for operator, kernels in found:
             operator.py_kernels.update({k: kernel for k, kernel in kernels.items() if kernel})
             operator._dispatch_cache.clear()
+
+
+@cache
+def _decomposed() -> list[Any]:
+    """Return the operators that have a kernel and that PyTorch decomposes where it traces.
+
+    It decomposes normalisations into others that do not write running statistics.
+    """
+    importlib.import_module("torch._decomp")
+    key, composite = torch._C.DispatchKey.Autograd, "CompositeImplicitAutograd"
+    found = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        overloads = packet.overloads() if hasattr(packet, "overloads") else ()
+        for operator in (getattr(packet, overload) for overload in overloads):
+            if key not in operator.py_kernels or "batch_norm" in name:
+                continue
+            is_sum = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite)
+            if "upsample" in name or not is_sum:
+                found.append(operator)
+    return found
 
 
 @contextmanager
@@ -213,10 +231,9 @@ def _bounded_deques() -> Iterator[None]:
 
 @contextmanager
 def _layouts_of_outputs() -> Iterator[None]:
-    """Have gradients of outputs laid out as the outputs, as PyTorch 2.13 does by itself.
+    """Have gradients of outputs traced in the layout of the outputs, as PyTorch 2.13 does by itself.
 
-    So they are without a capture, for most losses. Outputs whose elements share memory have no
-    gradients of their layout.
+    Most losses give them that layout. Outputs whose elements share memory have no gradients of it.
     """
     from torch._functorch import config
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta

@@ -252,7 +252,7 @@ class Capture:
 
         compiler = core.aot_backend(
             partition=partition,
-            forward=compiled if backend == "inductor" else captures.for_any_mode(compiled),
+            forward=compiled if backend == "inductor" else captures.for_emitted(compiled),
             backward=lambda module, inputs: Capture._boxed(Capture._backward, module.meta[_GRAPH]),
             inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,

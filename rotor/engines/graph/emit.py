@@ -35,6 +35,7 @@ from rotor.engines.graph.lowering import Lowered, Task, Value
 from rotor.engines.graph.moves import Moves
 from rotor.engines.graph.numbers import Written
 from rotor.engines.graph.offloading import Layout, Places
+from rotor.engines.graph.ordered import in_order
 from rotor.engines.graph.other_modes import OtherModes
 from rotor.engines.graph.pooling import Pooling
 from rotor.engines.graph.proving import Prover
@@ -50,12 +51,6 @@ __all__ = [
     "emit",
     "saved_primals",
 ]
-
-_READS_IN_ORDER: dict[Any, int] = {torch.ops.aten._weight_norm_interface_backward.default: 0}
-"""Operators with an argument that they read as if it were contiguous, and its position.
-
-PyTorch leaves out the copy of an argument that a capture takes for contiguous.
-"""
 
 _POOL_END = ["        pass", "    finally:", "        pool.leave()"]
 """End of a function within a private pool."""
@@ -190,12 +185,11 @@ class _Writer:
         if node.target is of_sizes:
             # Tuples of expressions, which read the symbols.
             arguments[:2] = [f"({', '.join(sizes)},)" for sizes in node.args[:2]]  # type: ignore
-        if (position := _READS_IN_ORDER.get(node.target)) is not None:
-            arguments[position] += ".contiguous()"
         arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
         # Real strides may differ from the captured ones; then a view has to be a copy.
         is_view = node.target is torch.ops.aten.view.default
         target = core.callable_of(torch.ops.aten.reshape.default if is_view else node.target)
+        target = in_order(node, target)
         if self.others is not None and node in self.task_of:
             is_backward = self.task_of[node] > self.lowered.loss
             target = self.others.operation(target, node, is_backward=is_backward)
