@@ -76,6 +76,7 @@ def check(
     context=contextlib.nullcontext,
     tolerance=0.0,
     fractions=(1.0, 0.0),
+    room=300 if HANDS_OVER else 4096,
 ):
     """Three steps at each limit equal the plain model's; returns the last wrapper."""
     args = (rows(),) if args is None else args
@@ -100,8 +101,7 @@ def check(
     for limit in limits(chk, fractions):
         plain = copy.deepcopy(model)
         chk.load_state_dict(start)
-        # Gradients of outputs that come in another layout are copied; the caller may hold both.
-        chk.compute_sequence(limit + (300 if HANDS_OVER else 4096))
+        chk.compute_sequence(limit + room)
         for seed in range(2):
             saved = [t.detach().clone() for t in args if isinstance(t, torch.Tensor)]
             expected = step(plain, partial(in_context, plain), args, kwargs, seed=seed, loss=loss)
@@ -314,7 +314,8 @@ def test_hooks_of_tensors_and_parameters():
 @pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda y: y[0, 0], lambda y: y.mean(0).max()])
 def test_gradients_of_the_output_of_any_layout(loss):
     check(Net(chain, l=linears()), loss=loss)
-    check(Net(lambda self, x: chain(self, x).t(), l=linears()), loss=loss)
+    # Kernels may copy a gradient that comes in another layout.
+    check(Net(lambda self, x: chain(self, x).t(), l=linears()), loss=loss, room=4096)
 
 
 def test_a_sequential_and_an_argument_called_input():
