@@ -231,7 +231,7 @@ def _bounded_deques() -> Iterator[None]:
 
 @contextmanager
 def _layouts_of_outputs() -> Iterator[None]:
-    """Have gradients of outputs traced in the layout of the outputs, as PyTorch 2.13 does by itself.
+    """Have gradients of outputs traced in the layout of the outputs, as PyTorch 2.13 has them.
 
     Most losses give them that layout. Outputs whose elements share memory have no gradients of it.
     """
