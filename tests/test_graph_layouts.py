@@ -139,7 +139,7 @@ def test_every_operator_whose_gradient_is_made_contiguous_is_known():
         if re.search(r"grads?(\[0\])?(\.mT\(\))?\.contiguous\(", formula)
         and not re.match("_?conv_|_nested", name)
     }
-    known = {str(op).split(".")[1] for op in (*ordered._READ, *ordered._VIEWS)}
+    known = {str(op).split(".")[1] for op in (*ordered.READERS, *ordered.VIEWS)}
     inverse = {
         "_cdist_forward": "_cdist_backward",
         "_weight_norm_interface": "_weight_norm_interface_backward",

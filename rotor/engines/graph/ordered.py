@@ -15,10 +15,10 @@ from torch import fx
 
 from rotor._pytorch import captures, symbols
 
-__all__ = ["in_order"]
+__all__ = ["READERS", "VIEWS", "in_order"]
 
 _aten = torch.ops.aten
-_READ: dict[Any, tuple[int, int | None]] = {
+READERS: dict[Any, tuple[int, int | None]] = {
     _aten._cdist_backward.default: (0, None),
     _aten._weight_norm_interface_backward.default: (0, None),
     _aten.cudnn_batch_norm_backward.default: (1, 0),
@@ -27,7 +27,7 @@ _READ: dict[Any, tuple[int, int | None]] = {
 }
 """Position of the gradient, and of the argument whose memory format it needs, by operator."""
 
-_VIEWS = {_aten.as_strided.default, _aten.view_as_complex.default, _aten.view_as_real.default}
+VIEWS = {_aten.as_strided.default, _aten.view_as_complex.default, _aten.view_as_real.default}
 """Views of a gradient that was made contiguous, or of any tensor in a forward."""
 
 _READ_ANY_LAYOUT = ("aten", "prims", "rotor_capture", "rotor_cudnn", "rotor_looped", "rotor_script")
@@ -36,10 +36,10 @@ _READ_ANY_LAYOUT = ("aten", "prims", "rotor_capture", "rotor_cudnn", "rotor_loop
 
 def in_order(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that runs a node, with what it reads in order if need be."""
-    if node.target in _READ:
-        position, like = _READ[node.target]
+    if node.target in READERS:
+        position, like = READERS[node.target]
         return _ordered(target, [position], like)
-    if node.target in _VIEWS or _is_of_others(node.target):
+    if node.target in VIEWS or _is_of_others(node.target):
         found = [k for k, value in enumerate(node.args) if _is_contiguous(value)]
         return _ordered(target, found) if found else target
     return target
