@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import captures, symbols
+from rotor._pytorch import captures, cudnn, symbols
 
 __all__ = ["READERS", "VIEWS", "in_order"]
 
@@ -24,6 +24,7 @@ READERS: dict[Any, tuple[int, int | None]] = {
     _aten.cudnn_batch_norm_backward.default: (1, 0),
     _aten.miopen_batch_norm_backward.default: (1, 0),
     _aten.native_group_norm_backward.default: (0, 1),
+    cudnn.BACKWARD: (0, 1),
 }
 """Position of the gradient, and of the argument whose memory format it needs, by operator."""
 
