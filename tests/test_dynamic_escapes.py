@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, unpack
 
 import rotor
 from rotor import dtr
+from rotor.engines.dynamic import step
 
 CAUGHT: list[torch.Tensor] = []
 
@@ -136,6 +137,23 @@ def _gradients(keeper: Callable[[], tuple[Any, Any]], steps: int = 2, **limits: 
 def test_what_a_forward_puts_elsewhere_is_there_and_has_gradients(keeper: Any) -> None:
     limited = _gradients(keeper, mem_limit="1.6 MB", engine="dynamic")
     assert all(map(torch.equal, _gradients(keeper), limited))
+
+
+@pytest.mark.parametrize("keeper", [lambda: (lambda *_: None, list), _list])
+def test_all_of_python_is_searched_only_for_what_a_forward_keeps(
+    keeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+    replace = step.replace_references
+
+    def noted(found: Any, *others: Any) -> None:
+        searched.append(len(found))
+        replace(found, *others)
+
+    monkeypatch.setattr(step, "replace_references", noted)
+    _gradients(keeper, mem_limit="1.6 MB", engine="dynamic")
+    # The last one is the output, which the list holds too.
+    assert searched == ([6, 6] if keeper is _list else [])
 
 
 def test_an_input_that_a_forward_keeps_stays_in_the_graph() -> None:

@@ -181,8 +181,7 @@ class BudgetedStep:
                 output = call(*mine)
             del mine
             found = list(_returned(output))
-            for tensor in found:
-                self.session.pin(tensor)
+            self._pin(found)
             self.output_bytes = allocator.storage_bytes(found)
             returned = len(found)
             held = self._kept_elsewhere(found)
@@ -231,6 +230,11 @@ class BudgetedStep:
         else:
             self.release()
         return output
+
+    def _pin(self, tensors: list[torch.Tensor]) -> None:
+        """Keep tensors in memory; a variable of the caller would count as one that holds them."""
+        for tensor in tensors:
+            self.session.pin(tensor)
 
     def _results_again(self, value: Any) -> list[torch.Tensor]:
         """Return the node's outputs from a forward that runs again, without a session."""
