@@ -19,6 +19,8 @@ from graph_modules import (
 from torch import nn
 from torch.nn import functional as F
 
+from rotor.engines.graph.ordered import READERS
+
 DROPS = (0.15, 0.5, 1.0)
 
 
@@ -192,3 +194,5 @@ def test_weights_are_normed_in_any_memory_format():
     twin(x).square().mean().backward()
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
+    targets = {node.target for node in planned.lowered.module.graph.nodes}
+    assert targets & {*READERS} == {torch.ops.aten._weight_norm_interface_backward.default}

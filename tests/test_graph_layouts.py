@@ -13,6 +13,7 @@ import torchgen
 import yaml
 from torch import nn
 from torch.nn import functional
+from training import weighted_loss
 
 import rotor
 from rotor.engines.graph import ordered
@@ -93,16 +94,10 @@ doubled.register_autograd(lambda _, gradient: doubled_in_order(gradient.contiguo
 LASTS = [name.removeprefix("_") for name in vars(Net) if re.match("_[a-z]", name)]
 
 
-def weighted(y: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose gradient has the dimensions in the opposite order."""
-    order = tuple(range(y.dim()))[::-1]
-    return (y * torch.linspace(0.5, 1.5, y.numel()).reshape(y.shape[::-1]).permute(order)).sum()
-
-
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": torch.Tensor.sum,
     "squares": lambda y: (y * y).mean(),
-    "weighted": weighted,
+    "weighted": weighted_loss,
 }
 
 

@@ -81,6 +81,13 @@ class Result:
         ] + ([] if torch.equal(self.rng, other.rng) else ["rng"])
 
 
+def weighted_loss(y: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradient has the dimensions of the tensor in the opposite order."""
+    weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float32).to(y.dtype)
+    order = tuple(range(y.dim()))[::-1]
+    return (y * weights.reshape(y.shape[::-1]).permute(order)).sum()
+
+
 def default_loss(y: Any) -> torch.Tensor:
     """A scalar that depends on every floating-point tensor of an output."""
     tensors = y if isinstance(y, tuple | list) else (y,)

@@ -113,14 +113,16 @@ def for_emitted(compiler: Callable[..., Any]) -> Callable[..., Any]:
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
     from torch._guards import TracingContext
 
+    extents: Any = _AnyExtents()
+    as_it_comes = MemoryFormatMeta(size=extents, stride=extents)
+
     def compiled(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.deterministic = None
             for given in context.fw_metadata.subclass_tangent_meta:
                 if isinstance(given, PlainTensorMeta):
-                    extents: Any = _AnyExtents()
-                    given.memory_format = MemoryFormatMeta(size=extents, stride=extents)
+                    given.memory_format = as_it_comes
         return compiler(module, inputs)
 
     return compiled
