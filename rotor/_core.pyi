@@ -173,8 +173,9 @@ def cuda_memory(
     device: int, cuda_library: str | None = None, nvml_library: str | None = None
 ) -> dict[str, Any]: ...
 
-# -- the main thread (csrc/python/bind_pending.c)
+# -- the interpreter (csrc/python/bind_pending.c)
 
+def class_versions(classes: tuple[type, ...], /) -> tuple[int, ...] | None: ...
 def call_in_main_thread(function: Callable[[], object], /) -> bool: ...
 
 # -- times (csrc/python/bind_timing.c)

@@ -30,4 +30,4 @@ def kernel_choices() -> tuple[bool, ...]:
 
 def global_hooks() -> list[Any]:
     """Return the hooks that run in calls of every module."""
-    return [list(held.values()) for held in GLOBAL_HOOKS]
+    return [list(held.values()) for held in GLOBAL_HOOKS] if any(GLOBAL_HOOKS) else []

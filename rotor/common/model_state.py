@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from functools import cached_property
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rotor import _core
 from rotor._pytorch import backwards, core, fsdp, modes
 from rotor.common.rerun import Rerun, Unit
 
@@ -84,12 +84,6 @@ def _draws_in_cudnn(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and bool(torch.backends.cudnn.is_acceptable(tensor))
 
 
-def _reader(kind: type) -> Callable[[Any], Any]:
-    """Return a function that reads from a class's attributes what is run when it is called."""
-    found = [name for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)]
-    return itemgetter("__module__", *(_ROOT if kind is nn.Module else found))
-
-
 class ModelState:
     """State of a model that a plan depends on, read fast before every step.
 
@@ -103,12 +97,15 @@ class ModelState:
         self._model = model
         self._modules = list(model.modules())
         self._types = list(map(type, self._modules))
-        self._slots = list(map(core.child_slots, self._modules))
+        children = list(map(core.child_slots, self._modules))
+        self._parents = [slots for slots in children if slots]
+        self._childless = [slots for slots in children if not slots]
         self._children = self._child_modules()
-        kinds = dict.fromkeys(base for kind in self._types for base in kind.__mro__)
+        self._classes = tuple(dict.fromkeys(self._types))
+        kinds = dict.fromkeys(base for kind in self._classes for base in kind.__mro__)
         self._kinds = [kind for kind in kinds if kind not in (object, nn.Module)]
-        self._classes = [(vars(kind), _reader(kind)) for kind in (*self._kinds, nn.Module)]
-        self._code, self._functions = self._called_code(), self._all_functions()
+        self._versions: tuple[int, ...] | None = None
+        self._functions, self._hooks = self._called_functions(), modes.global_hooks()
         self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
         self._read_parameters = core.reader(self._parameters)
         slots = [slot for m in self._modules for slot in core.buffer_slots(m)]
@@ -118,38 +115,33 @@ class ModelState:
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
 
     def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
-        return list(map(tuple, map(_values_of, self._slots)))
+        return list(map(tuple, map(_values_of, self._parents)))
 
-    def _called_code(self) -> list[Any]:
-        """Return the functions of the modules' classes, and the hooks of all modules."""
-        try:
-            functions = [(len(held), read(held)) for held, read in self._classes]
-        except KeyError:
-            return []
-        return [functions, modes.global_hooks()]
-
-    def _all_functions(self) -> list[Any]:
-        """Return the same with functions that a class did not have; slower."""
+    def _called_functions(self) -> list[Any]:
+        """Return the functions of the modules' classes."""
         found = [
             {name: value for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)}
             for kind in self._kinds
         ]
-        return [found, list(map(vars(nn.Module).get, _ROOT)), modes.global_hooks()]
+        return [found, list(map(vars(nn.Module).get, _ROOT))]
 
     def _is_same_code(self) -> bool:
-        code = self._called_code()
-        if code != self._code and self._all_functions() == self._functions:
+        versions = _core.class_versions(self._classes)
+        if versions is None or versions != self._versions:
             # PyTorch, Python and libraries note other things in classes, at any time.
-            self._code = code
-        return code == self._code
+            if self._called_functions() != self._functions:
+                return False
+            self._versions = versions
+        return modes.global_hooks() == self._hooks
 
     @cached_property
-    def _unit(self) -> Unit:
+    def unit(self) -> Unit:
+        """All modules of the model."""
         return Unit(self._modules)
 
     def rerun(self, value: Any, device: torch.device) -> Rerun:
         """Return the state in which a forward of these arguments begins, to run it again."""
-        return Rerun(self._unit, value, device)
+        return Rerun(self.unit, value, device)
 
     @property
     def parameters(self) -> list[core.Slot]:
@@ -165,6 +157,7 @@ class ModelState:
         return (
             list(map(type, self._modules)) == self._types
             and self._is_same_code()
+            and not any(self._childless)
             and self._child_modules() == self._children
             and fsdp.managed(self._modules) == self._managed
         )
