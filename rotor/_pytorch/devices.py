@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +93,12 @@ _ONE_DEVICE = {"mps"}
 
 def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
+
+
+@cache
+def type_of(device: torch.device) -> str:
+    """Return the type of a device, whose name PyTorch writes anew whenever it is asked."""
+    return device.type
 
 
 def known(device: torch.device | str) -> torch.device:
@@ -342,6 +349,8 @@ def is_capturing() -> bool:
     One that is not in use is not asked: PyTorch names it even where its driver is missing, and the
     question is then an error.
     """
+    if torch.accelerator.current_accelerator() is None:
+        return False
     asks = capturing(accelerator_in_use())
     return asks is not None and asks()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +31,7 @@ class RngTracker:
 
     def __init__(self, device: torch.device) -> None:
         self._generators: list[devices.Generator] = [torch.default_generator]
-        if device.type != "cpu":
+        if devices.type_of(device) != "cpu":
             self._generators.append(devices.generator_of(device))
         self.latest: States | None = None
         """Last states read, if nothing can have drawn random numbers since."""
@@ -43,6 +44,18 @@ class RngTracker:
         """Set the generators."""
         for generator, (state, _) in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+    def kept(self) -> Callable[[], None]:
+        """Return a function that sets the generators as they are now.
+
+        It holds no tensors, which would count as memory of a step.
+        """
+        others = [generator.get_state().numpy().tobytes() for generator in self._generators[1:]]
+        return partial(self._put_back, torch.default_generator.clone_state(), others)
+
+    def _put_back(self, first: torch.Generator, others: list[bytes]) -> None:
+        states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in others]
+        self.write([(state, None) for state in (first.get_state(), *states)])
 
     def drawn_since(self, states: States) -> bool:
         """Return whether random numbers were drawn since `states` was read."""
@@ -77,13 +90,17 @@ class RngState:
 class AutocastState:
     """Autocast settings at construction; a context around a backward that restores them."""
 
-    __slots__ = ("_settings", "_stack", "enabled")
+    __slots__ = ("_settings", "_stack")
 
     def __init__(self, device_type: str) -> None:
         kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
         self._settings = [(kind, *autocast_of(kind)) for kind in kinds]
-        self.enabled = any(enabled for _, enabled, _ in self._settings)
         self._stack: ExitStack | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """True if autocast was on."""
+        return any(enabled for _, enabled, _ in self._settings)
 
     def is_current(self) -> bool:
         """Return whether the settings hold now."""

@@ -38,7 +38,6 @@ class Modes:
     def __init__(self, device_type: str) -> None:
         self._autocast = AutocastState(device_type)
         self._modes = _present()
-        self._stack = ExitStack()
 
     @property
     def is_autocast(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ from rotor.common.tensor_trees import (
     output_tensors,
     replaced,
     tree_tensors,
-    versions,
     with_tensors,
 )
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial
@@ -42,31 +42,42 @@ __all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "attach"]
 _FIRST_BYTES = 1 << 16
 """Size up to which a buffer is copied before the first forward, which may write to it."""
 
+_VERSION = attrgetter("_version")
 _CONSTANT_STEPS = 3
 """Steps in a row that find the same Python state, after which it is read no more."""
 
 
-class StepNotes(NamedTuple):
+class StepNotes:
     """Notes that a part needs of the step in which it runs.
 
     Attributes
     ----------
     preserves_rng
         True to run again with the random numbers of the first forward.
-    report
-        Function of the bytes that a forward which ran again has needed, and of whether a backward
-        under the plan has run, and kept its values.
-    report_kept
-        Function of the bytes by which a further backward under the plan begins above the first
-        one, where both keep all values.
     """
 
-    preserves_rng: bool = True
-    report: Callable[[int, bool], object] = lambda *_: None
-    report_kept: Callable[[int], object] = lambda _: None
+    __slots__ = ("preserves_rng",)
+
+    def __init__(self, *, preserves_rng: bool = True) -> None:
+        self.preserves_rng = preserves_rng
+
+    def report(self, needed_bytes: int, is_kept: bool) -> None:
+        """Take the bytes that a forward which ran again has needed.
+
+        Parameters
+        ----------
+        needed_bytes
+            Bytes.
+        is_kept
+            True if a backward under the plan has run, and kept its values.
+        """
+
+    def report_kept(self, more_bytes: int) -> None:
+        """Take the bytes by which a further backward under the plan begins above the first one."""
 
 
-STEP: ContextVar[StepNotes | None] = ContextVar("step", default=None)
+_ALONE = StepNotes()
+STEP: ContextVar[StepNotes] = ContextVar("step", default=_ALONE)
 """Notes of the running step."""
 
 
@@ -97,20 +108,15 @@ class Unit:
         """Return the training flag of every module."""
         return [module.training for module in self.modules]
 
-    def written_buffers(self, values: list[Any]) -> dict[int, torch.Tensor | None]:
-        """Return copies of those buffers that forwards write to."""
-        now = _versions(values)
-        if self._versions is None:
-            written = {k for k, v in enumerate(values) if v is None or _bytes(v) <= _FIRST_BYTES}
-        else:
-            pairs = enumerate(zip(now, self._versions, strict=True))
-            self._written.update(k for k, (new, old) in pairs if new != old)
-            written = self._written
-        self._versions = now
-        found: dict[int, torch.Tensor | None] = {}
-        for k in written:
-            found[k] = None if values[k] is None else values[k].detach().clone()
-        return found
+    def note_written(self, values: list[Any]) -> Iterable[int]:
+        """Note which buffers forwards write to; return the numbers of those to copy."""
+        now = [*zip(map(id, values), _versions(values), strict=True)]
+        before, self._versions = self._versions, now
+        if before is None:
+            return [k for k, v in enumerate(values) if v is None or _bytes(v) <= _FIRST_BYTES]
+        pairs = enumerate(zip(now, before, strict=True))
+        self._written.update(k for k, (new, old) in pairs if new != old)
+        return self._written
 
     def surroundings(self) -> Surroundings | None:
         """Return the Python state of a forward that begins; ``None`` once it has proved constant.
@@ -186,8 +192,11 @@ def _bytes(tensor: torch.Tensor) -> int:
     return sum(part.nbytes for part in core.strided_parts(tensor))
 
 
-def _versions(values: Iterable[Any]) -> list[tuple[int, int]]:
-    return [(id(v), 0 if v is None or v.is_inference() else v._version) for v in values]
+def _versions(values: Sequence[Any]) -> list[int]:
+    try:
+        return list(map(_VERSION, values))
+    except (AttributeError, RuntimeError):
+        return [0 if v is None or v.is_inference() else v._version for v in values]
 
 
 class Rerun:
@@ -215,21 +224,22 @@ class Rerun:
         self, unit: Unit, value: Any, device: torch.device, *, is_whole: bool = True
     ) -> None:
         self._unit, self._device = unit, device
-        self._notes = STEP.get() or StepNotes()
-        self._rng = RngTracker(device) if self._notes.preserves_rng else None
-        self._modes = Modes(device.type)
+        self._notes = STEP.get()
+        self._modes = Modes(devices.type_of(device))
         self._flags = unit.flags()
         buffers = list(unit.read_buffers())
-        self._before = unit.written_buffers(buffers)
+        written = unit.note_written(buffers)
+        copies = {k: None if buffers[k] is None else buffers[k].detach().clone() for k in written}
+        self._before: dict[int, torch.Tensor | None] = copies
         others = [None if k in self._before else buffer for k, buffer in enumerate(buffers)]
         self._kept = [*unit.read_parameters(), *others]
         self._versions = _versions(self._kept)
         tensors = tree_tensors(value)
         self._value = with_tensors(value, tensors if is_whole else _let_go(tensors))
-        # The tensors of the states would count as memory of the step.
-        self._states = [] if self._rng is None else [s.tobytes() for _, s in self._rng.read()]
-        self.surroundings = unit.surroundings() if self._notes.preserves_rng else None
-        self._inputs = versions(tensors)
+        repeats = self._notes.preserves_rng
+        self._set_generators = RngTracker(device).kept() if repeats else None
+        self.surroundings = unit.surroundings() if repeats else None
+        self._inputs = _versions(tensors)
         self.arguments = set(map(id, tensors))
         self._is_used = self._is_over = False
         self._first_level = 0
@@ -283,8 +293,8 @@ class Rerun:
 
     def _drop(self) -> None:
         """Drop the arguments and states: no other backward comes."""
-        self._value, self._states, self._before, self.surroundings = None, [], {}, None
-        self._kept = []
+        self._value, self._before, self._kept = None, {}, []
+        self._set_generators = self.surroundings = None
 
     def output(self, forward: Callable[[Any], Any], apart: dict[int, torch.Tensor]) -> Any:
         """Return the result of the part's forward, run again from the same state with a tape.
@@ -323,9 +333,8 @@ class Rerun:
                 where, name = unit.buffers[k]
                 if before is not None:
                     where[name] = before.clone()
-            if self._rng is not None:
-                states = [torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in self._states]
-                self._rng.write([(state, None) for state in states])
+            if self._set_generators is not None:
+                self._set_generators()
             return forward(value)
 
     def _arguments(self) -> Any:
@@ -402,7 +411,7 @@ class Rerun:
         found = [k for k, (_, new, old) in enumerate(now) if new != old]
         kinds = ["parameter", "buffer"]
         changed = [f"{kinds[k >= len(unit.parameters)]} {unit.slots[k][1]}" for k in found]
-        if versions(tree_tensors(value)) != self._inputs:
+        if _versions(tree_tensors(value)) != self._inputs:
             changed.append("an argument")
         if changed:
             raise RuntimeError(
@@ -477,7 +486,9 @@ def _apart(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) 
 
 def _let_go(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return tensors of the caller's, and weak references to those that were computed."""
-    return [t if t.grad_fn is None else TensorWeakRef(t) for t in tensors]
+    return [
+        t if type(t) is nn.Parameter or t.grad_fn is None else TensorWeakRef(t) for t in tensors
+    ]
 
 
 def _present(leaf: Any) -> Any:

@@ -226,11 +226,10 @@ class Attempts:
 
     def _report(self, driver: Any) -> None:
         """Warn of engines that failed, and of one that has taken the step over."""
-        engine, failures = driver.order.of(self.asked), self.failures
-        self.failures = None
+        failures, self.failures = self.failures, None
         if failures is not None:
-            text = failures.text(engine)
-            driver.context.warn(engine.name, text)
+            engine = driver.order.of(self.asked)
+            driver.context.warn(engine.name, failures.text(engine))
         driver.order.announce(self.asked)
 
     def state_before(

@@ -37,7 +37,7 @@ _LABELS = ("labels", "start_positions", "future_values")
 
 def cache_field(output: Any) -> str | None:
     """Return the name of the cache in the output of a model of Transformers; ``None`` without."""
-    return _cache_field_of(type(output))
+    return None if isinstance(output, torch.Tensor) else _cache_field_of(type(output))
 
 
 def _cache_field_of(kind: Any) -> str | None:
@@ -187,9 +187,7 @@ class _Forward:
         # A callback has its own forward in the place of this one, but while a step runs.
         self._forward = context.module.forward
         self._device = context.device_of(call)
-        self._rng = RngTracker(self._device)
-        # The tensors of the states would count as memory of the step.
-        self._states = [state.tobytes() for _, state in self._rng.read()]
+        self._set_generators = RngTracker(self._device).kept()
         self._autocast = AutocastState(self._device.type)
         self._flags = [module.training for module in self._module.modules()]
         self._versions = self._current_versions()
@@ -214,9 +212,6 @@ class _Forward:
             )
         module = self._module
         modules = list(module.modules())
-        states = [
-            (torch.frombuffer(bytearray(state), dtype=torch.uint8), None) for state in self._states
-        ]
         with ExitStack() as stack:
             # The caller's own arguments, to whose graph gradients flow.
             stack.enter_context(trial(module, (), self._device))
@@ -224,7 +219,7 @@ class _Forward:
             stack.enter_context(torch.enable_grad())
             for part, training in zip(modules, self._flags, strict=True):
                 part.training = training
-            self._rng.write(states)
+            self._set_generators()
             return self._forward(*self._call.args, **self._call.kwargs)
 
 

@@ -164,7 +164,6 @@ class Checkpointable(TransparentModule):
     _shown_name = "Checkpointable"
     _settings_class: ClassVar[type[Settings]] = Settings
     _driver: Driver
-    _calls = 0
     mem_limit = Setting(checked_limit, plan_anew)
     mem_slots = Setting(checked_slots, plan_anew)
     verbosity = Setting(int)
@@ -589,10 +588,11 @@ class Checkpointable(TransparentModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; warn if a forward put in the place of this class's does not limit it."""
-        calls = self._calls
+        driver = self._driver
+        calls = driver.calls
         output = super().__call__(*args, **kwargs)
-        if self._calls == calls:
-            warn_of_forward(self._driver.context, self.forward)
+        if driver.calls == calls:
+            warn_of_forward(driver.context, self.forward)
         return output
 
     __call__ = shown(core.untraced(__call__, _NOT_COMPILED))
@@ -611,7 +611,7 @@ class Checkpointable(TransparentModule):
             With ``loss_fn``: its arguments after the output.
         """
         driver = self._driver
-        self._calls += 1
+        driver.calls += 1
         if self.loss_fn is None and targets is not _NO_TARGETS and takes_targets(self.module):
             kwargs["targets"], targets = targets, _NO_TARGETS
         call = driver.engines[0].call_of(args, kwargs, targets)

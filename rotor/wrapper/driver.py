@@ -46,8 +46,8 @@ from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import Attempts
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.habits import (
+    RerunNotes,
     refuse_outer_transforms,
-    rerun_notes,
     runs_first,
     warn_of_cache,
     warn_of_checkpointing,
@@ -81,7 +81,11 @@ class Driver:
         Engines of the model, in the order in which they are asked.
     context
         Context that the engines share.
+    calls
+        Number of calls of the wrapper's forward.
     """
+
+    calls = 0
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self.settings = settings
@@ -191,15 +195,19 @@ class Driver:
 
     def _is_other_pending(self) -> bool:
         """Return whether another model's step is pending that is no garbage."""
-        if not self._sees_other() or self._has_collected:
-            return self._sees_other()
+        found = self._sees_other()
+        if not found or self._has_collected:
+            return found
         self._has_collected = True
         gc.collect()
         return self._sees_other()
 
     def _sees_other(self) -> bool:
-        others = [other for other in _drivers if other is not self]
-        return any(other._thread == self._thread and other.is_pending() for other in others)
+        others = list(_drivers) if len(_drivers) > 1 else []
+        return any(
+            other is not self and other._thread == self._thread and other.is_pending()
+            for other in others
+        )
 
     # -- the limit
 
@@ -441,7 +449,7 @@ class Driver:
 
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
-        self._attempts.asked = key
+        self._attempts.asked, absent = key, key.absent
         try:
             plan = self._ready(key, call, is_one_behind=is_one_behind)
         except allocator.OtherThreadError as error:
@@ -458,11 +466,11 @@ class Driver:
         if self.is_pending():
             self._warn_pending(plan.limit_bytes)
         try:
-            return self._run(plan, call)
+            return self._run(plan, call, absent)
         except PlanAgain as found:
             plan = self._make(plan.key, plan.reserve_bytes)
             try:
-                return self._run(plan, call)
+                return self._run(plan, call, absent)
             except PlanAgain:
                 raise (found.__cause__ or found) from None
         except CannotPlan as refused:
@@ -472,7 +480,7 @@ class Driver:
             if not self.order.refuse(key, call, str(refused.error)):
                 raise refused.error from None
             self._measure(key, call)
-            return self._run(self._make(key), call)
+            return self._run(self._make(key), call, absent)
 
     def _ready(self, key: Key, call: Call, *, is_one_behind: bool) -> Any:
         """Return the plan of a step; ``None`` if nothing in it needs a gradient."""
@@ -544,7 +552,7 @@ class Driver:
         )
         return taken
 
-    def _run(self, plan: Any, call: Call) -> Any:
+    def _run(self, plan: Any, call: Call, absent: Any) -> Any:
         engine = self.order.of(plan.key)
         before = self._attempts.state_before(engine, call, plan.device, self.context)
         started: list[StepWatch] = []
@@ -553,12 +561,12 @@ class Driver:
             is_crowded, self._is_crowded = self._is_crowded, False
             meter = None
             if not (is_crowded or core.in_pipeline()):
-                meter = observer_of_step(engine, plan)
+                meter = observer_of_step(engine, plan, absent)
             if meter is not None:
                 started.append(meter)
             return meter
 
-        previous = STEP.set(rerun_notes(self.context, engine, plan, self.is_pending))
+        previous = STEP.set(RerunNotes(self.context, engine, plan, self.is_pending))
         try:
             output, self._is_pending = engine.run(plan, call, start)
         except BaseException as error:

@@ -21,8 +21,8 @@ from rotor.units import exact_bytes
 from rotor.wrapper.caches import cache_field
 
 __all__ = [
+    "RerunNotes",
     "refuse_outer_transforms",
-    "rerun_notes",
     "runs_first",
     "warn_of_cache",
     "warn_of_checkpointing",
@@ -140,10 +140,8 @@ def warn_of_measuring(context: Context, limit_bytes: int, peak_bytes: int) -> No
         )
 
 
-def rerun_notes(
-    context: Context, engine: Engine, plan: Any, is_pending: Callable[[], bool]
-) -> StepNotes:
-    """Return notes for parts of a step that a backward may run again without a plan.
+class RerunNotes(StepNotes):
+    """Notes for parts of a step that a backward may run again without a plan; it warns of them.
 
     Parameters
     ----------
@@ -154,38 +152,49 @@ def rerun_notes(
         step under its plan was seen to need.
     """
 
-    def warn(most_bytes: int, cause: str, needed: str) -> None:
-        if is_new_maximum(most_bytes, plan.limit_bytes, context.rerun_bytes):
-            context.rerun_bytes = most_bytes
+    __slots__ = ("_context", "_engine", "_is_pending", "_plan")
+
+    def __init__(
+        self, context: Context, engine: Engine, plan: Any, is_pending: Callable[[], bool]
+    ) -> None:
+        self.preserves_rng = context.settings.preserve_rng_state
+        self._context, self._engine, self._plan = context, engine, plan
+        self._is_pending = is_pending
+
+    def _warn(self, most_bytes: int, cause: str, needed: str) -> None:
+        limit_bytes = self._plan.limit_bytes
+        if is_new_maximum(most_bytes, limit_bytes, self._context.rerun_bytes):
+            self._context.rerun_bytes = most_bytes
             warn_caller(
                 f"{cause}. The step needed {exact_bytes(most_bytes)} at most{needed}, and the "
-                f"limit is {exact_bytes(plan.limit_bytes)}",
+                f"limit is {exact_bytes(limit_bytes)}",
                 MemoryLimitWarning,
             )
 
-    def report(needed_bytes: int, is_kept: bool) -> None:
+    def report(self, needed_bytes: int, is_kept: bool) -> None:
+        """Warn if a forward that ran again needed more than the limit."""
         # Such a step says nothing about the plan.
         cancel_running(all_steps=False)
-        is_beside = is_kept or is_pending()
-        warn(
-            needed_bytes + max(plan.limit_bytes, plan.most_bytes_seen) * is_beside,
+        is_beside = is_kept or self._is_pending()
+        kept_bytes = max(self._plan.limit_bytes, self._plan.most_bytes_seen) * is_beside
+        self._warn(
+            needed_bytes + kept_bytes,
             "a backward that no plan gives ran the model's forward again, in plain autograd: "
             "gradients of gradients (create_graph=True), of inputs before those of parameters, "
             "batched ones, or a second backward",
             f", {exact_bytes(needed_bytes)} of them beside what it kept" * is_beside,
         )
 
-    def report_kept(more_bytes: int) -> None:
+    def report_kept(self, more_bytes: int) -> None:
+        """Warn if a further backward needed more than the limit."""
         # An engine that decides while a step runs makes room for them.
-        if engine.plans_ahead:
-            warn(
-                (plan.most_bytes_seen or plan.limit_bytes) + more_bytes,
+        if self._engine.plans_ahead:
+            self._warn(
+                (self._plan.most_bytes_seen or self._plan.limit_bytes) + more_bytes,
                 "a further backward through a graph that is kept (retain_graph=True) ran beside "
                 "the gradients of the first one",
                 f", {exact_bytes(max(more_bytes, 0))} of them for these",
             )
-
-    return StepNotes(context.settings.preserve_rng_state, report, report_kept)
 
 
 def warn_of_checkpointing(context: Context) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from rotor._pytorch import devices
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.verbosity import logging_at
 from rotor.engines.contract import Engine
@@ -15,17 +16,26 @@ from rotor.meter.watch import PeakWatch, is_due, meter_again, passing
 __all__ = ["observer_of_step"]
 
 
-def observer_of_step(engine: Engine, plan: Any) -> StepWatch | None:
-    """Return the observer of a step that begins now; ``None`` without one."""
+def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> StepWatch | None:
+    """Return the observer of a step that begins now; ``None`` without one.
+
+    Parameters
+    ----------
+    engine, plan
+        Engine and plan of the step.
+    absent
+        For each parameter True if it has no gradient; empty if that is not known.
+    """
     if plan.reserving is not None:
         plan.reserving.begin(plan.device, plan.pool_blocks)
     if plan.measured_bytes is None and plan.meterings < METERED_STEPS:
         return _meter(engine, plan)
     if not engine.meters_later():
         return None
-    if is_due(plan, engine.context.structure.current_parameters()):
+    has_gradients = not (absent and all(absent))
+    if is_due(plan, engine.context.structure.current_parameters() if has_gradients else ()):
         return meter_again(engine, plan)
-    return engine.watch(plan) if plan.device.type == "cpu" else PeakWatch(engine, plan)
+    return engine.watch(plan) if devices.type_of(plan.device) == "cpu" else PeakWatch(engine, plan)
 
 
 def _meter(engine: Engine, plan: Any) -> StepMeter | None:

@@ -34,7 +34,8 @@ class Order:
 
     def of(self, key: Key) -> Engine:
         """Return the engine that plans a kind of step."""
-        refusal = self._context.refusals.get(key.measured)
+        refusals = self._context.refusals
+        refusal = refusals.get(key.measured) if refusals else None
         return self.engines[0 if refusal is None else refusal.engine]
 
     def refuse(self, key: Key, call: Call, reason: str) -> bool:
@@ -59,6 +60,8 @@ class Order:
 
     def announce(self, key: Key) -> None:
         """Have the engine that runs such steps now say so, if it has taken them over."""
+        if not self.taken_over:
+            return
         reason = self.taken_over.get(self.of(key))
         self.taken_over.clear()
         if reason is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rotor._pytorch import backwards
-from rotor.common.rerun import Rerun, attach
+from rotor.common.rerun import Rerun, Unit, attach
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.schedule import Schedule
@@ -25,30 +25,40 @@ class Around:
 
     Parameters
     ----------
-    begun
-        Function that returns the state in which a forward of some value begins.
+    unit
+        Modules of the chain.
     inspection, schedule
         The chain, and the operations to execute.
     arg
         Input of the first stage, which runs next.
+    is_whole
+        As of `Rerun`.
     """
 
     def __init__(
         self,
-        begun: Callable[[Any], Rerun],
+        unit: Unit,
         inspection: Inspection,
         schedule: Schedule,
         arg: Any,
+        *,
+        is_whole: bool = True,
     ) -> None:
-        self._begun, self._inspection, self._schedule = begun, inspection, schedule
-        # A step that leaves all to plain autograd too shows which buffers forwards write to.
-        self._arg, self._rerun = arg, begun(arg) if schedule.head == 0 else None
+        self._unit, self._inspection, self._schedule = unit, inspection, schedule
+        self._is_whole, self._arg = is_whole, None
+        self._rerun: Rerun | None = None
         self._hooks, self._is_hooked = 0, False
+        if schedule.tail == schedule.head:
+            # A step that leaves all to plain autograd too shows which buffers forwards write to.
+            unit.note_written(list(unit.read_buffers()))
+        elif schedule.head == 0:
+            self.begin(arg)
 
     def begin(self, arg: Any) -> None:
         """Note the state before the stages of the schedule, unless they are the first."""
         if self._rerun is None:
-            self._arg, self._rerun = arg, self._begun(arg)
+            device, is_whole = self._inspection.device, self._is_whole
+            self._arg, self._rerun = arg, Rerun(self._unit, arg, device, is_whole=is_whole)
 
     def stages(self, output: Any) -> Any:
         """Return the output of the schedule's stages, for other backwards too."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor import algorithms
+from rotor._pytorch import devices
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
@@ -160,7 +161,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         tensors = tree_tensors(call.args[0])
         if not tensors:
             raise ValueError("the input holds no tensor, expected a tensor or a tuple with tensors")
-        kind = tensors[0].device.type
+        kind = devices.type_of(tensors[0].device)
         if self._sharding is not None:
             self._sharding.prepare()
         structure = self.context.structure
@@ -504,8 +505,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         """Run a step under a plan."""
         proof, x, around = self._proof_of(plan), call.args[0], None
         if self._sharding is None:
-            begun = partial(self.context.structure.rerun, device=plan.device)
-            around = Around(begun, plan.inspection, plan.schedule, x)
+            around = Around(self.context.structure.unit, plan.inspection, plan.schedule, x)
         meter = start()
         watch = stage_watch(self, plan) if meter is None else None
         runs: list[weakref.ref[Run]] = []

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor.common.frames import warn_caller
 from rotor.common.generators import SPLIT_BACKWARD, RngTracker
 from rotor.common.modes import Modes
@@ -181,7 +181,7 @@ class Run:
         self.snapshots: list[Snapshot | None] = [None] * n
         self.left = [runs - 1 for runs in schedule.runs]
         self.rng = RngTracker(self.device) if preserve_rng_state else None
-        self.modes = Modes(self.device.type)
+        self.modes = Modes(devices.type_of(self.device))
         self.modes_differ = False
         self.gradient: list[torch.Tensor | None] | None = None
         self.next = tail - 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rotor._pytorch import devices
 from rotor.common.calls import (
     PlainValues,
     flattened_call,
@@ -24,7 +25,7 @@ def captured_key(context: Context, call: Call, *, takes_numbers: bool = False) -
     leaves, structure = flattened_call(call.args, call.kwargs, call.targets)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     device = context.device_of(call) if first is None else first.device
-    kind = device.type
+    kind = devices.type_of(device)
     if kind == "meta":
         raise ValueError(
             "the arguments are meta tensors, which nothing can be trained on: "

@@ -24,7 +24,7 @@ from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
 from rotor.common.accounting import GENERATOR_BYTES, generator_bytes, scalar_bytes
 from rotor.common.checksums import Mismatch
-from rotor.common.rerun import Rerun, Unit
+from rotor.common.rerun import Unit
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.around import Around
 from rotor.engines.chain.measures import Inspection
@@ -473,10 +473,7 @@ class ChainKind:
         """
         schedule, inspection = self.schedules[number], self.inspection
 
-        def begun(value: Any) -> Rerun:
-            return Rerun(self._unit, value, inspection.device, is_whole=False)
-
-        around = Around(begun, inspection, schedule, x)
+        around = Around(self._unit, inspection, schedule, x, is_whole=False)
         flags = inspection.flags
         return around.whole(
             run_chain(inspection.stages, schedule, x, flags=flags, proof=proof, around=around)
