@@ -7,7 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from rotor._pytorch import devices
 # -- modules, hooks, nested values
 
 Slot = tuple[dict[str, Any], str]
+
+NOTHING = nullcontext()
+"""Context that does nothing."""
 
 
 def parameter_slots(module: nn.Module) -> list[Slot]:
@@ -324,21 +327,17 @@ def is_compiled(module: nn.Module) -> bool:
 
 def in_ddp() -> bool:
     """Return whether the forward of a DistributedDataParallel is running."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel._get_active_ddp_module() is not None
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
-@contextmanager
-def one_graph() -> Iterator[None]:
-    """Keep dynamo from cutting graphs at the buckets of DistributedDataParallel in the context."""
+def one_graph() -> AbstractContextManager[object]:
+    """Return a context in which dynamo cuts no graphs at DistributedDataParallel's buckets."""
     if not in_ddp():
-        yield
-        return
+        return NOTHING
     from torch._dynamo import config
 
-    with config.patch(optimize_ddp=False):
-        yield
+    patch: AbstractContextManager[object] = config.patch(optimize_ddp=False)
+    return patch
 
 
 def fake_mode_of(nodes: Iterable[Any]) -> Any:
@@ -441,6 +440,7 @@ SUPPORTED = "PyTorch 2.11 to 2.14"
 _REQUIRED = (
     "_C._current_graph_task_id",
     "_C._functorch.peek_interpreter_stack",
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
     "_C._is_any_autocast_enabled",
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._autograd._profiler_enabled",
@@ -565,21 +565,22 @@ def in_checkpoint() -> bool:
 
 def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """Return a function that ``torch.compile`` runs as it is; dynamo is not imported."""
-    disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Another thread may be importing it.
-        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
-        if disable is None:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(disable(function, reason=reason))
-        return disabled[0](*args, **kwargs)
+        return function(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    hide_from_dynamo(call)
     return call
+
+
+def hide_from_dynamo(function: Callable[..., Any]) -> None:
+    """Have ``torch.compile`` leave the frames of a function, and those within, as they are."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def rank() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ def hidden_from_hooks(is_hidden: Callable[[torch.Tensor], bool]) -> AbstractCont
     """Return a context in which the caller's saved-tensor hooks do not see some tensors."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
-        return nullcontext()
+        return core.NOTHING
     pack, unpack = hooks
 
     def pack_others(tensor: torch.Tensor) -> tuple[bool, Any]:
@@ -269,15 +269,18 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
     torch._C._get_deterministic_algorithms_warn_only,
     torch._C._get_mkldnn_enabled,
     *_precision_readers(_CPU_PRECISIONS),
-    *_precision_readers(_CUDA_PRECISIONS),
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
 )
 _PLAIN_FLAGS = 3
-_CPU_FLAGS = _PLAIN_FLAGS + len(_CPU_PRECISIONS)
+_CPU_FLAGS = len(_FLAGS)
+if _BLAS.is_built():
+    _FLAGS += (
+        *_precision_readers(_CUDA_PRECISIONS),
+        torch._C._get_cudnn_enabled,
+        torch._C._get_cudnn_benchmark,
+        torch._C._get_cudnn_deterministic,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    )
 
 
 def backend_flags() -> tuple[Any, ...]:
@@ -287,13 +290,15 @@ def backend_flags() -> tuple[Any, ...]:
 
 def write_flags(flags: tuple[Any, ...]) -> None:
     """Set the values that `backend_flags` returned."""
-    names = (*_CPU_PRECISIONS, *_CUDA_PRECISIONS)
     torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
     torch._C._set_mkldnn_enabled(flags[2])
-    for name, precision in zip(names, flags[3:], strict=False):
+    precisions, others = flags[_PLAIN_FLAGS:], flags[_CPU_FLAGS + len(_CUDA_PRECISIONS) :]
+    for name, precision in zip((*_CPU_PRECISIONS, *_CUDA_PRECISIONS), precisions, strict=False):
         if torch._C._get_fp32_precision_getter(*name) != precision:
             torch._C._set_fp32_precision_setter(*name, precision)
-    cudnn, benchmark, deterministic, half, bfloat16 = flags[3 + len(names) :]
+    if not others:
+        return
+    cudnn, benchmark, deterministic, half, bfloat16 = others
     torch._C._set_cudnn_enabled(cudnn)
     torch._C._set_cudnn_benchmark(benchmark)
     torch._C._set_cudnn_deterministic(deterministic)
@@ -312,7 +317,7 @@ def default_device() -> torch.device | None:
 
 
 _ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-_ATTENTION_GETTERS = [getattr(_BLAS, f"{name}_enabled") for name in _ATTENTION]
+_ATTENTION_GETTERS = [getattr(torch._C, f"_get_{name}_enabled") for name in _ATTENTION]
 
 
 def attention_kernels() -> list[bool]:

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial, partialmethod
 from typing import Any
 
@@ -20,7 +20,7 @@ from rotor._pytorch.constant_branches import constant_branches
 from rotor._pytorch.draws import Draws
 from rotor._pytorch.scripts import functions_run_whole
 
-__all__ = ["Branches", "capturing", "capturing_again"]
+__all__ = ["Branches", "CapturingAgain", "capturing"]
 
 
 class Branches:
@@ -184,28 +184,48 @@ def _decomposed() -> list[Any]:
     return found
 
 
-@contextmanager
-def capturing_again(branches: Branches, draws: Draws) -> Iterator[None]:
-    """Enter `capturing` if a call in the context is captured; else it costs next to nothing."""
-    from torch._dynamo.callback import callback_handler as handler
+@cache
+def _announcer() -> Any:
+    from torch._dynamo.callback import callback_handler
 
-    entered, me = ExitStack(), threading.get_ident()
+    return callback_handler
 
-    def enter(_: object) -> None:
+
+class CapturingAgain:
+    """Context in which `capturing` is entered if a call is captured; else it costs little.
+
+    Parameters
+    ----------
+    branches, draws
+        As of `capturing`.
+    """
+
+    __slots__ = ("_branches", "_draws", "_entered", "_thread")
+
+    def __init__(self, branches: Branches, draws: Draws) -> None:
+        self._branches, self._draws, self._thread = branches, draws, threading.get_ident()
+        self._entered: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        _announcer().register_start_callback(self._begin)
+        _announcer().register_end_callback(self._end)
+
+    def __exit__(self, *_: object) -> None:
+        self._end(None)
+        _announcer().remove_start_callback(self._begin)
+        _announcer().remove_end_callback(self._end)
+
+    def _begin(self, _: object) -> None:
         # Captures of other threads are announced too.
-        if threading.get_ident() == me:
-            entered.enter_context(capturing(branches, draws))
+        if threading.get_ident() == self._thread:
+            entered = capturing(self._branches, self._draws)
+            entered.__enter__()
+            self._entered = entered
 
-    def leave(_: object) -> None:
-        if threading.get_ident() == me:
-            entered.close()
-
-    begin, end = handler.register_start_callback(enter), handler.register_end_callback(leave)
-    try:
-        yield
-    finally:
-        handler.remove_start_callback(begin)
-        handler.remove_end_callback(end)
+    def _end(self, _: object) -> None:
+        if threading.get_ident() == self._thread and self._entered is not None:
+            self._entered.__exit__(None, None, None)
+            self._entered = None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import hashlib
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -429,9 +429,13 @@ def script_slots(module: nn.Module) -> list[core.Slot]:
     ]
 
 
+def stood_in(slots: Sequence[core.Slot]) -> AbstractContextManager[None]:
+    """Return a context in which modules stand in for the scripts in these slots."""
+    return _stood_in(slots) if slots else core.NOTHING
+
+
 @contextmanager
-def stood_in(slots: Sequence[core.Slot]) -> Iterator[None]:
-    """Have modules stand in for the scripts in these slots, each for its script."""
+def _stood_in(slots: Sequence[core.Slot]) -> Iterator[None]:
     found: list[tuple[Any, str, Any]] = [(held, name, held.get(name)) for held, name in slots]
     found = [entry for entry in found if isinstance(entry[2], torch.jit.ScriptModule)]
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+
+from rotor._pytorch import core
 
 Dimension = tuple[torch.Tensor, int]
 """Tensor, and the number of one of its dimensions."""
@@ -124,18 +126,19 @@ def takes_numbers() -> bool:
     )
 
 
-@contextmanager
-def numbers_as_inputs(sources: Collection[str]) -> Iterator[None]:
-    """Have captures in the context take numbers as inputs, where the code permits.
+def numbers_as_inputs(sources: Collection[str]) -> AbstractContextManager[None]:
+    """Return a context in which captures take numbers as inputs, where the code permits.
 
     Parameters
     ----------
     sources
         Dynamo's expressions of the numbers.
     """
-    if not sources:
-        yield
-        return
+    return _numbers_as_inputs(sources) if sources else core.NOTHING
+
+
+@contextmanager
+def _numbers_as_inputs(sources: Collection[str]) -> Iterator[None]:
     from torch._dynamo.pgo import auto_dynamic
     from torch._dynamo.variables import builder as found_builder
     from torch._functorch._aot_autograd import graph_compile

@@ -12,13 +12,13 @@ from torch.utils import _python_dispatch
 
 from rotor._pytorch import core
 
-__all__ = ["OwnParametrizations", "Writes"]
+__all__ = ["OwnParametrizations", "Writes", "are_parametrizations_cached"]
 
 core.check(
     (
-        "_C._dynamo.eval_frame.set_code_exec_strategy",
         "_C._autograd._unsafe_set_version_counter",
         "nn.utils.parametrize._cache",
+        "nn.utils.parametrize._cache_enabled",
         "utils._python_dispatch.TorchDispatchMode",
         "utils._python_dispatch._get_current_dispatch_mode",
     )
@@ -36,6 +36,11 @@ class OwnParametrizations:
 
     def __exit__(self, *_: object) -> None:
         vars(parametrize)["_cache"] = self._kept
+
+
+def are_parametrizations_cached() -> bool:
+    """Return whether ``torch.nn.utils.parametrize.cached`` keeps weights now."""
+    return parametrize._cache_enabled > 0
 
 
 @cache
@@ -97,13 +102,6 @@ class _Kept:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (self._count,))
 
 
-def _hide_from_dynamo(function: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` leave the frames of a function, and those within, as they are."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
 class Writes(_python_dispatch.TorchDispatchMode):
     """Context in which the bytes of tensors from before are kept when they are first written to.
 
@@ -138,7 +136,7 @@ class Writes(_python_dispatch.TorchDispatchMode):
                     self._made.add(core.storage_identity(part))
         return result
 
-    _hide_from_dynamo(__torch_dispatch__)
+    core.hide_from_dynamo(__torch_dispatch__)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         parts = core.strided_parts(tensor)

@@ -129,9 +129,10 @@ class StageWatch:
             is_recorded = torch.is_grad_enabled()
             expected = measure.xbar_bytes if is_recorded else measure.output_bytes
             more = grown_bytes - expected
+            if more <= 0:
+                return
             kept, given = self.growth.get(i, (0, 0))
-            noise = noise_bytes(expected)
-            known = (kept if is_recorded else given) + noise
+            known = (kept if is_recorded else given) + noise_bytes(expected)
             if more <= known:
                 return
             more = min(more, kept_bytes(self.inspection.stages[i], x, y) - expected)

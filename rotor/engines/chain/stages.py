@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from rotor._pytorch import core
-from rotor._pytorch.traces import OwnParametrizations
+from rotor._pytorch.traces import OwnParametrizations, are_parametrizations_cached
 from rotor.common.dependencies import Dependencies, Record
 from rotor.common.places import Place
 
@@ -75,10 +75,15 @@ class Stage:
 
     def __call__(self, x: Any) -> Any:
         """Apply the functions; what they cache of parametrizations belongs to this run's graph."""
-        with OwnParametrizations():
-            for function in self.functions:
-                x = function(x)
-            return x
+        if are_parametrizations_cached():
+            with OwnParametrizations():
+                return self._applied(x)
+        return self._applied(x)
+
+    def _applied(self, x: Any) -> Any:
+        for function in self.functions:
+            x = function(x)
+        return x
 
     def record(self) -> Record:
         """Return a record of the state that the functions depend on, as it is now."""

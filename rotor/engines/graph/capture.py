@@ -13,6 +13,8 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,11 @@ class Captured:
     zeros: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
     tokens: int = 0
     guarded: dict[str, bool] = field(default_factory=dict)
+
+    @cached_property
+    def are_differentiable(self) -> list[bool]:
+        """For each primal True if it gets a gradient."""
+        return [gradient is not None for gradient in self.lowered.gradients]
 
     def reads(self, expression: str | None) -> bool:
         """Return whether the code depends on the value of an expression of dynamo's."""
@@ -341,7 +348,7 @@ class Capture:
         stood_in = scripts.stood_in(self._scripts)
         with core.one_graph(), dispatch.hidden_from_hooks(_is_token), numbers, stood_in:
             if self.graphs:
-                with quiet_capture.capturing_again(self._branches, self._draws):
+                with quiet_capture.CapturingAgain(self._branches, self._draws):
                     try:
                         return self._call(module, *args, **kwargs)
                     except Changed:
@@ -412,8 +419,7 @@ class Capture:
         self.ran = captured
         # Checks that come in order have inputs beside the model's: then there is no way around.
         if self.leaves is not None and len(args) == len(captured.lowered.gradients):
-            pairs = zip(args, captured.lowered.gradients, strict=True)
-            leaves = [primal for primal, gradient in pairs if gradient is not None]
+            leaves = [*compress(args, captured.are_differentiable)]
             original = getattr(emitted, "original", None)
             self.leaves = leaves if original is None else [*map(original, leaves)]
         sizes = captured.sizes(args)
