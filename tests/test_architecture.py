@@ -292,6 +292,7 @@ PRIVATE_IN_TESTS = {
     "test_dynamic_limits": ["_core", "engines.dynamic.step"],
     "test_earlier_pytorch": ["_pytorch.core", "_pytorch.fsdp"],
     "test_extending": ["algorithms"],
+    "test_fixed_cost": ["_core"],
     "test_fitting": ["fit.search"],
     "test_graph_engine": ["_pytorch.core"],
     "test_graph_estimate": ["engines.graph.estimate", "engines.graph.profile"],
