@@ -53,15 +53,20 @@ def state_of(generator: Any) -> functools.partial[Any]:
     if hasattr(generator, "bit_generator"):
         bits = generator.bit_generator
         return functools.partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, torch.Generator):
+        # The tensor of the state would count as memory of the step.
+        return functools.partial(_write, generator, generator.get_state().numpy().tobytes())
     is_python = isinstance(generator, random.Random)
     state = generator.getstate() if is_python else generator.get_state()
-    if not isinstance(generator, torch.Generator):
-        pickled = pickle.dumps(state)
-        known = _latest.get(type(generator))
-        if known is None or known[0] != pickled:
-            known = _latest[type(generator)] = pickled, state
-        state = known[1]
-    return functools.partial(generator.setstate if is_python else generator.set_state, state)
+    pickled = pickle.dumps(state)
+    known = _latest.get(type(generator))
+    if known is None or known[0] != pickled:
+        known = _latest[type(generator)] = pickled, state
+    return functools.partial(generator.setstate if is_python else generator.set_state, known[1])
+
+
+def _write(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _kinds() -> tuple[type, ...]:

@@ -24,7 +24,9 @@ CLOSE = 1e-5
 EQUAL, REFUSED = "equal and within the limit", "refused in words"
 OVER = "over the limit"
 WARNED = "equal, and the excess was told"
-_NEED = re.compile(r"needed (?:about )?(?:[\d.]+ \w+ \()?(\d+) bytes")
+_NEED = re.compile(
+    r"(?:needed (?:about )?|need of a step, |a budget of )(?:[\d.]+ \w+ \()?(\d+) bytes"
+)
 _NAMED_WITHIN = 0.05
 _REFUSALS = (ValueError, TypeError, RuntimeError, MemoryError)
 
@@ -117,6 +119,11 @@ def _input_bytes(case: Case, k: int) -> int:
         return memory.storage_bytes(tensors([*case.inputs(k), *case.keywords(k).values()]))
 
 
+def _meter(net: nn.Module) -> memory.Meter:
+    """Return a meter that sees what a step frees of tensors that the one before has kept."""
+    return memory.meter("cpu", existing=tensors([list(vars(m).values()) for m in net.modules()]))
+
+
 def train_plain(case: Case) -> Plain:
     """Train the plain model."""
     net, optimizer = _make(case)
@@ -130,7 +137,7 @@ def train_plain(case: Case) -> Plain:
         _seed(100 + k)
         if not case.keeps_gradients:
             optimizer.zero_grad()
-        with memory.meter("cpu") as meter:
+        with _meter(net) as meter:
             case.step(case, net, net, optimizer, k)
         plain.peak_bytes = max(plain.peak_bytes, int(meter.peak_bytes) - _input_bytes(case, k))
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
@@ -206,7 +213,7 @@ def _judge(case: Case, engine: str, limit_bytes: int, plain: Plain, *, is_metere
             if last:
                 # A copy within a meter would be counted.
                 model.before, model.is_metered = Snapshot.of(case, net), True
-            with memory.meter("cpu") if last else _NoMeter() as meter:
+            with _meter(net) if last else _NoMeter() as meter:
                 loss = case.step(case, model, net, optimizer, k)
             if last:
                 peaks.append(int(meter.peak_bytes) - _input_bytes(case, k))
