@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from typing import Any
 
@@ -90,6 +91,48 @@ def _steps(case: str, engine: str | None, *, of_input: bool) -> list[Any]:
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])
 def test_writes_to_containers_are_the_callers_in_every_step(engine, case, of_input):
     assert _steps(case, engine, of_input=of_input) == _steps(case, None, of_input=of_input)
+
+
+class Keeping(nn.Module):
+    """Containers of the caller's and of its own that each forward fills; it returns one of them."""
+
+    def __init__(self, outer: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.outer, self.last, self.results = outer, {}, [None, 0]
+        self.nested = (self.last,)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.outer.append(x)
+        self.last["x"] = x
+        self.results[:] = [x.sum(), len(self.outer)]
+        return self.results
+
+
+@pytest.mark.parametrize("engine", ["graph", "dynamic", "auto"])
+def test_containers_that_a_forward_fills_stay_the_same_objects(engine):
+    def gradients(net, model, outer):
+        last, results, found = net.last, net.results, []
+        for step in range(1, 4):
+            net.zero_grad()
+            x = torch.rand(64, WIDTH, generator=torch.Generator().manual_seed(step))
+            assert model(x) is results
+            assert net.results is results
+            assert net.outer is outer
+            assert net.last is last
+            assert net.nested[0] is last
+            assert len(outer) == 4 * step
+            (results[0] + outer[-2].sum() + last["x"].mean()).backward()
+            found += [p.grad.tolist() for p in net.parameters()]
+        return found
+
+    net, outer = Keeping(plain_outer := []), []
+    limited = copy.deepcopy(net)
+    limited.outer = outer
+    model = rotor.Checkpointable(limited, mem_limit="1 MB", engine=engine)
+    assert gradients(limited, model, outer) == gradients(net, net, plain_outer)
 
 
 @dataclasses.dataclass(frozen=True)

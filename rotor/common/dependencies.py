@@ -265,6 +265,14 @@ class Dependencies(Watch):
             self._set_tensors()
         return self, self._latest, self._tensors
 
+    def forget(self, lasting: Collection[int]) -> None:
+        """Hold no tensor from now on whose id is not among these, until the next record."""
+        if any(id(tensor) not in lasting for tensor in self._tensors):
+            values = self._latest
+            gone = [isinstance(v, torch.Tensor) and id(v) not in lasting for v in values]
+            self._latest = [None if is_gone else v for v, is_gone in zip(values, gone, strict=True)]
+            self._set_tensors()
+
     def _has_same_places(self, values: list[Any]) -> bool:
         return (
             len(values) == len(self._latest)

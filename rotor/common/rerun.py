@@ -29,9 +29,9 @@ from rotor.common.dependencies import Dependencies, Record
 from rotor.common.generators import SPLIT_BACKWARD, RngTracker
 from rotor.common.modes import Modes
 from rotor.common.module_state import is_same
+from rotor.common.substitutes import exchanged
 from rotor.common.tensor_trees import (
     output_tensors,
-    replaced,
     tree_tensors,
     with_tensors,
 )
@@ -121,7 +121,7 @@ class Unit:
     def surroundings(self) -> Surroundings | None:
         """Return the Python state of a forward that begins; ``None`` once it has proved constant.
 
-        Large tensors of an earlier forward are not kept: then there is none either, from then on.
+        Tensors of an earlier forward live as long as what is returned.
         """
         if self._constant_steps >= _CONSTANT_STEPS:
             return None
@@ -129,14 +129,13 @@ class Unit:
         if found is None:
             self._dependencies = Dependencies((type(m).__name__, m) for m in self.modules)
             found = self._dependencies.recorded()
-        own = {id(value) for value in (*self.read_parameters(), *self.read_buffers())}
-        others = [] if found is None else [t for t in found[2] if id(t) not in own]
-        if found is None or any(_bytes(t) > _FIRST_BYTES for t in others):
+        if found is None:
             self._constant_steps, self._dependencies, self._latest = _CONSTANT_STEPS, None, None
             return None
+        found[0].forget({id(v) for v in (*self.read_parameters(), *self.read_buffers())})
         draws = list(map(state_of, self._generators))
         if self._constant_steps >= 0:
-            states = hash(pickle.dumps([draw.args for draw in draws]))
+            states = hash(pickle.dumps([draw.args[-1] for draw in draws]))
             before, self._latest = self._latest, [states, *map(_weakly, found[1])]
             if before is not None:
                 is_constant = len(before) == len(self._latest)
@@ -246,9 +245,7 @@ class Rerun:
 
     def copies(self) -> list[torch.Tensor]:
         """Return the tensors that were made to keep the state."""
-        draws = [] if self.surroundings is None else self.surroundings.draws
-        values = [*self._before.values(), *(draw.args[-1] for draw in draws)]
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        return [value for value in self._before.values() if value is not None]
 
     def is_wanted(self, given: Iterable[torch.Tensor | None], *, repeats: bool = False) -> bool:
         """Return whether the running backward is one that a plan cannot give.
@@ -600,4 +597,4 @@ def attach(
     part = _Part(rerun, forward, positions, leaves, token, is_outer)
     made = _apply_again(part, len(positions), *[tensors[k] for k in positions], *leaves)
     part.made = [*map(weakref.ref, made)]
-    return replaced(output, dict(zip(places, made, strict=True)))
+    return exchanged(output, dict(zip(places, made, strict=True)))

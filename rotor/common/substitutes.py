@@ -1,7 +1,8 @@
-"""Tensors that stand in for the caller's while a call runs, in the caller's own containers.
+"""Tensors that stand in for others, in the caller's own containers.
 
 A call that writes to a dictionary, a list or an object of its caller's must be given that one, and
-not a copy: so tensors are exchanged within them, and exchanged back when the call ends.
+not a copy: so tensors are exchanged within them, and exchanged back when the call ends. What a call
+returns, or keeps in attributes, is known by its containers too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 from rotor._pytorch import core
 
-__all__ = ["substituted"]
+__all__ = ["exchanged", "substituted"]
 
 
 @contextmanager
@@ -37,11 +38,11 @@ def substituted(
     found: dict[int, torch.Tensor] = {}
     try:
         _exchange_in(slots, given, found)
-        yield _exchanged(value, given, found, set()) if given else value
+        yield exchanged(value, given, found) if given else value
     finally:
         if given:
             theirs = {id(given[key]): tensor for key, tensor in found.items() if key in given}
-            _exchanged(value, theirs, {}, set())
+            exchanged(value, theirs)
             _exchange_in(slots, theirs, {})
 
 
@@ -50,7 +51,24 @@ def _exchange_in(
 ) -> None:
     for where, name in slots:
         if name in where:
-            where[name] = _exchanged(where[name], given, found, set())
+            where[name] = exchanged(where[name], given, found)
+
+
+def exchanged(
+    value: Any, given: Mapping[int, torch.Tensor], found: dict[int, torch.Tensor] | None = None
+) -> Any:
+    """Return the value with tensors replaced; tuples alone are copied.
+
+    Parameters
+    ----------
+    value
+        Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
+    given
+        Substitutes of tensors, by ``id``.
+    found
+        Dictionary for the tensors of the value, by ``id``.
+    """
+    return _exchanged(value, given, {} if found is None else found, set())
 
 
 # A closure that calls itself would keep the tensors until the next garbage collection.

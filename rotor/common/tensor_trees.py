@@ -5,7 +5,6 @@ Numbers, strings and ``None`` may be among the tensors; they are passed on uncha
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -148,53 +147,3 @@ def check_output(name: str, value: Any) -> None:
             f"stage {name} returned {found}, expected a tensor or a tuple, list or dict with "
             "tensors: return the tensors that the next stage needs"
         )
-
-
-def replaced(
-    value: Any, given: dict[int, torch.Tensor], found: dict[int, torch.Tensor] | None = None
-) -> Any:
-    """Return the value with tensors replaced; copy objects that hold one.
-
-    Parameters
-    ----------
-    value
-        Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
-    given
-        Substitutes of tensors, by ``id``.
-    found
-        List that collects the tensors of the value.
-    """
-    return _replaced(value, given, {} if found is None else found, {})
-
-
-# A closure that calls itself would keep the tensors until the next garbage collection.
-def _replaced(
-    item: Any,
-    given: dict[int, torch.Tensor],
-    found: dict[int, torch.Tensor],
-    memo: dict[int, Any],
-) -> Any:
-    if isinstance(item, torch.Tensor):
-        found[id(item)] = item
-        return given.get(id(item), item)
-    if id(item) in memo:
-        return memo[id(item)]
-    leaves, spec = core.tree_flatten(item)
-    if len(leaves) != 1 or leaves[0] is not item:
-        new = [_replaced(leaf, given, found, memo) for leaf in leaves]
-        if all(a is b for a, b in zip(leaves, new, strict=True)):
-            return item
-        return core.tree_unflatten(new, spec)
-    attributes = getattr(item, "__dict__", None)
-    if not attributes or isinstance(item, type | nn.Module) or callable(item):
-        return item
-    memo[id(item)] = item
-    changed = {
-        name: other
-        for name, attribute in attributes.items()
-        if (other := _replaced(attribute, given, found, memo)) is not attribute
-    }
-    if changed:
-        item = memo[id(item)] = copy.copy(item)
-        item.__dict__.update(changed)
-    return item

@@ -32,8 +32,8 @@ from rotor.common.hook_values import hook_places
 from rotor.common.places import tensors_in
 from rotor.common.references import replace_references
 from rotor.common.rerun import Rerun, Surroundings
-from rotor.common.substitutes import substituted
-from rotor.common.tensor_trees import output_tensors, replaced, tree_tensors
+from rotor.common.substitutes import exchanged, substituted
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.context import current
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals
@@ -223,7 +223,7 @@ class BudgetedStep:
         others = [mine for mine in inner if any(mine is tensor for tensor in found)]
         self._spared |= {id(own), id(inner), id(self._asked)}
         found, held, unique = [], [], {}
-        output = replaced(output, given)
+        output = exchanged(output, given)
         self._hand_over(given, others)
         if self._edges:
             _paused.add(self)
@@ -310,7 +310,7 @@ class BudgetedStep:
         """
         for (where, name), value in self._places():
             if any(id(tensor) in given for tensor in tree_tensors(value)):
-                where[name] = replaced(value, given)
+                where[name] = exchanged(value, given)
         # Attributes of modules are the usual place, and found faster than others.
         value = None
         others += [
@@ -603,7 +603,7 @@ def _computed(value: Any) -> list[torch.Tensor]:
 def _returned(value: Any) -> Iterator[torch.Tensor]:
     """Return the tensors of a model's output."""
     found: dict[int, torch.Tensor] = {}
-    replaced(value, {}, found)
+    exchanged(value, {}, found)
     yield from found.values()
 
 
