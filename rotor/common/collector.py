@@ -38,8 +38,8 @@ class CollectorPause:
         """True between `begin` and `end`."""
         return self in _pauses
 
-    def begin(self) -> None:
-        """Keep the collector from running by itself."""
+    def begin(self) -> Self:
+        """Keep the collector from running by itself; return this object."""
         global _was_enabled
         try:
             with _lock:
@@ -50,6 +50,7 @@ class CollectorPause:
                 if self._collects and _was_enabled and not gc.get_freeze_count():
                     self._sets_apart = True
                     gc.freeze()
+            return self
         except BaseException:
             self.end()
             raise
@@ -71,8 +72,7 @@ class CollectorPause:
                     gc.enable()
 
     def __enter__(self) -> Self:
-        self.begin()
-        return self
+        return self.begin()
 
     def __exit__(self, *_: object) -> None:
         self.end()

@@ -42,17 +42,19 @@ class ModulePaths:
     def __enter__(self) -> None:
         self._filters = warnings.catch_warnings()
         self._filters.__enter__()
-        # A module that was compiled calls these hooks twice, each time from begin to end.
-        warnings.filterwarnings(
-            "ignore", message=r"Using `torch\.compile\(module\)` when there are"
-        )
-        self._thread = threading.get_ident()
-        if self._root is not None:
-            self._enter("", self._root)
-        self._hooks = [
-            register_module_forward_pre_hook(self._begins),
-            register_module_forward_hook(self._ends, always_call=True),
-        ]
+        try:
+            # A module that was compiled calls these hooks twice, each time from begin to end.
+            warnings.filterwarnings(
+                "ignore", message=r"Using `torch\.compile\(module\)` when there are"
+            )
+            self._thread = threading.get_ident()
+            if self._root is not None:
+                self._enter("", self._root)
+            self._hooks.append(register_module_forward_pre_hook(self._begins))
+            self._hooks.append(register_module_forward_hook(self._ends, always_call=True))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._filters.__exit__(None, None, None)
