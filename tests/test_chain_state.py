@@ -231,6 +231,81 @@ def test_state_of_stages_is_kept(kind: type[Block]) -> None:
     assert chk.plan.measured_bytes <= chk.mem_limit
 
 
+norm: nn.Module
+
+
+class Normed(Block):
+    """A block whose running statistics change in every forward; `norm` is a global name as well."""
+
+    def begin(self) -> None:
+        self.norm = nn.BatchNorm1d(INNER)
+
+    def scale(self, h: torch.Tensor) -> Any:
+        return self.norm(h).mean(1, keepdim=True)
+
+    def state(self) -> Any:
+        return [b.clone() for b in self.norm.buffers()]
+
+
+class Rooted(Normed):
+    """Normed block that reaches all others."""
+
+    def scale(self, h: torch.Tensor) -> Any:
+        return super().scale(h) * (1.0 if self.root[0].training else 2.0)
+
+
+class Reading(Rooted):
+    """Normed block that reads the statistics of the last."""
+
+    def scale(self, h: torch.Tensor) -> Any:
+        return super().scale(h) + self.root[0][-1].norm.running_mean.mean()
+
+
+def _hooked(net: nn.Sequential) -> nn.Sequential:
+    """Blocks with a hook that closes over all of them."""
+    seen: list[int] = []
+    for block in net:
+        block.register_forward_hook(lambda *_: seen.append(len(net)))
+    return net
+
+
+def _rooted(net: nn.Sequential) -> nn.Sequential:
+    for block in net:
+        block.root = [net]
+    return net
+
+
+REACHING: dict[str, tuple[type[Block], Any]] = {
+    "by a global of the name of an attribute": (Normed, lambda net: globals().update(norm=net)),
+    "by a hook": (Normed, _hooked),
+    "by an attribute": (Rooted, _rooted),
+}
+
+
+@pytest.mark.parametrize("case", REACHING)
+def test_stages_may_reach_buffers_of_others_that_they_do_not_read(case: str) -> None:
+    kind, reach = REACHING[case]
+
+    def make() -> nn.Module:
+        net = nn.Sequential(*(kind() for _ in range(4)))
+        reach(net)
+        return net
+
+    net = seeded(make)
+    plain = train(net, net)
+    net = seeded(make)
+    chk = planned(net, 0.1)
+    assert chk.plan.schedule.recomputed
+    assert same(plain, train(net, chk))
+
+
+def test_a_stage_that_reads_a_later_buffer_is_not_run_again_with_another_value() -> None:
+    net = _rooted(nn.Sequential(*(Reading() for _ in range(4))))
+    chk = planned(net, 0.1)
+    with pytest.raises(rotor.RecomputationError, match="gave other bits when it ran again"):
+        train(net, chk)
+
+
 def test_state_that_another_stage_changed_is_that_of_the_first_run() -> None:
     class Shared(Block):
         def __init__(self, holder: dict[str, Any]) -> None:

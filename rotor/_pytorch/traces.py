@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any
 
@@ -106,12 +106,24 @@ class Writes(_python_dispatch.TorchDispatchMode):
     """Context in which the bytes of tensors from before are kept when they are first written to.
 
     Only what is written to is copied. Operators are seen below autograd, whoever calls them.
+
+    Parameters
+    ----------
+    watched
+        Ids of tensors.
+
+    Attributes
+    ----------
+    read
+        Those of them that operators were given.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Collection[int] = ()) -> None:
         super().__init__()
+        self._watched = watched
+        self.read: set[int] = set()
         self._made: set[int] = set()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._kept: dict[int, _Kept] = {}
@@ -125,6 +137,9 @@ class Writes(_python_dispatch.TorchDispatchMode):
     ) -> Any:
         """Run an operator."""
         kwargs = kwargs or {}
+        if self._watched:
+            given = map(id, _tensors([*args, *kwargs.values()]))
+            self.read.update(key for key in given if key in self._watched)
         for place, name in _written(operator):
             given = args[place] if place < len(args) else kwargs.get(name)
             for tensor in _tensors(given):

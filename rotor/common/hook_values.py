@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,10 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.places import ClosureCell, Contents, Entry, Place
 
-__all__ = ["hook_places"]
+__all__ = ["global_names", "hook_places"]
+
+_OUTER = ("_GLOBAL", "_GLOBALS", "_NAME")
+"""Ends of the names of instructions that use an outer name."""
 
 
 def hook_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
@@ -70,7 +74,10 @@ def _of_value(value: Any, seen: set[int]) -> Iterator[Place]:
             yield Entry("an attribute of a hook", held, key)
 
 
-def global_names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> frozenset[str]:
     """Return the outer names that a function, and the functions within it, use."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*(global_names(part) for part in inner))
+    # Names of attributes are among `co_names` too.
+    own = frozenset(i.argval for i in dis.get_instructions(code) if i.opname.endswith(_OUTER))
+    return own.union(*(global_names(part) for part in inner))

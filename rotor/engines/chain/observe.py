@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotor._pytorch import core
 from rotor._pytorch.traces import Writes
@@ -73,6 +74,8 @@ class Observation:
         Parameters that a forward writes to.
     asks
         True if a run without a graph gave other bits.
+    read
+        Ids of the parameters and of other stages' buffers that a forward reads.
     """
 
     flags: Flags
@@ -87,6 +90,7 @@ class Observation:
     written: list[torch.Tensor] = field(default_factory=list, repr=False)
     asks: bool = False
     reaches: Any = field(default=None, repr=False)
+    read: set[int] = field(default_factory=set, repr=False)
 
     def reason(self) -> str:
         """Return the reason for a single forward run; empty if the stage may run again."""
@@ -306,8 +310,8 @@ class Observer:
         Function that returns the context of a stage.
     leaves
         Flags of the leaves among the tensors of the first input.
-    parameters
-        Parameters that stages may write to.
+    slots
+        Parameters that stages may write to, and buffers.
     sees_writes
         False to leave writes to parameters alone: FSDP2 fills and frees them.
     """
@@ -318,14 +322,15 @@ class Observer:
         around: Callable[[Stage], AbstractContextManager[Any]],
         leaves: Flags | None = None,
         *,
-        parameters: Iterable[torch.Tensor] = (),
+        slots: Iterable[core.Slot] = (),
         sees_writes: bool = False,
     ) -> None:
         self._around = around
         self._leaves = leaves
-        self._places = core.places_of(parameters)
+        tensors = {id(t): t for slot in slots if (t := core.value_in(slot)) is not None}
+        self._places = core.places_of(t for t in tensors.values() if isinstance(t, nn.Parameter))
         self._sees_writes = sees_writes
-        self._writes = Writes()
+        self._writes = Writes(tensors)
         self._rng = RngTracker(device)
         self._makers: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._owners: dict[int, int] = {}
@@ -418,7 +423,8 @@ class Observer:
             is_fed=is_fed,
             repeats=True,
         )
-        found.written = self._undo()
+        found.written, found.read = self._undo(), set(self._writes.read)
+        self._writes.read.clear()
         digest = walk.outputs, walk.saved
         end = _Ends(y)
         y = detached(y)
@@ -515,10 +521,8 @@ def observe(
     -------
     The stages, after merging, and the observation of each.
     """
-    every = [p for s in stages for p in s.current_parameters() if p is not None] * sees_writes
-    observer = Observer(
-        device, around, leaf_flags(arg), parameters=dict.fromkeys(every), sees_writes=sees_writes
-    )
+    slots = [slot for stage in stages for slot in stage.slots()] * sees_writes
+    observer = Observer(device, around, leaf_flags(arg), slots=slots, sees_writes=sees_writes)
     x, flags = detached(arg), grad_flags(arg)
     found: list[Observation] = []
     for stage in stages:
@@ -537,6 +541,8 @@ def observe(
         seen_of.append(seen)
         ends.append(i)
     note_state(joined, seen_of)
+    for stage, seen in zip(joined, seen_of, strict=True):
+        stage.all_slots, stage.read = slots, seen.read
     return joined, seen_of
 
 
@@ -554,6 +560,7 @@ def _joined(a: Observation, b: Observation) -> Observation:
         written=[*a.written, *b.written],
         asks=a.asks or b.asks,
         reaches=lambda place: a.reaches(place) or b.reaches(place),
+        read=a.read | b.read,
     )
 
 

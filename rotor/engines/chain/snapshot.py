@@ -104,7 +104,9 @@ class Snapshot:
 
     def _foreign(self) -> list[torch.Tensor]:
         """Return the tensors written to that the stage is not known to write to itself."""
-        return [tensor for tensor in self._record.written() if id(tensor) not in self._own]
+        found = [tensor for tensor in self._record.written() if id(tensor) not in self._own]
+        others = self._stage.others() if found else ()
+        return [tensor for tensor in found if id(tensor) not in others]
 
     def check(self) -> None:
         """Raise if what a recomputation depends on was written to since the first forward.

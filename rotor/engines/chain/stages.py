@@ -40,16 +40,20 @@ class Stage:
         Parameters that a forward writes to.
     asks
         True if a forward gives other bits where no graph is recorded.
+    all_slots, read
+        Parameters and buffers of the chain, and the ids of those that a forward reads.
     """
 
     __slots__ = (
         "_dependencies",
         "_parameter_slots",
+        "all_slots",
         "asks",
         "buffers",
         "functions",
         "mutable_buffers",
         "names",
+        "read",
         "state",
         "written",
     )
@@ -63,6 +67,8 @@ class Stage:
         self.state: list[Place] = []
         self.written: list[core.Slot] = []
         self.asks = False
+        self.all_slots: Sequence[core.Slot] = ()
+        self.read: set[int] = set()
         self._dependencies: Dependencies | None = None
         for module in self.modules():
             self._parameter_slots += core.parameter_slots(module)
@@ -96,6 +102,15 @@ class Stage:
             found = self._dependencies.recorded()
         assert found is not None
         return Record(found)
+
+    def slots(self) -> list[core.Slot]:
+        """Return the slots of its parameters and buffers."""
+        return [*self._parameter_slots, *self.buffers]
+
+    def others(self) -> set[int]:
+        """Return the ids of other stages' tensors that it does not read, though it reaches them."""
+        ids = [set(map(id, map(core.value_in, s))) for s in (self.all_slots, self.slots())]
+        return ids[0] - ids[1] - self.read
 
     def note_written(self, tensors: Sequence[Any]) -> None:
         """Note that a forward writes to these parameters or buffers."""
