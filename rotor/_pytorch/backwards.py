@@ -22,6 +22,7 @@ __all__ = [
     "is_asked_for",
     "is_batched",
     "is_of_checkpoint",
+    "load_checks",
     "outside_transforms",
     "version_kept",
 ]
@@ -78,6 +79,11 @@ def is_batched(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for a batch, as under ``is_grads_batched=True``."""
     functorch: Any = torch._C._functorch
     return bool(functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor))
+
+
+def load_checks() -> None:
+    """Import what ``torch.autograd.grad`` imports at its first call: it would count as memory."""
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
 @contextmanager

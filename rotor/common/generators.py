@@ -66,6 +66,17 @@ class RngTracker:
         return False
 
 
+class UncountedStates(RngTracker):
+    """Reader of states that are no tensors of PyTorch's allocator, which meters would count."""
+
+    __slots__ = ()
+
+    def read(self) -> States:
+        """Return the current states."""
+        copies = [bytearray(array.tobytes()) for _, array in super().read()]
+        return [(s := torch.frombuffer(copy, dtype=torch.uint8), s.numpy()) for copy in copies]
+
+
 class RngState:
     """Random states of the CPU and of the devices of some tensors, by its published name.
 

@@ -29,6 +29,7 @@ from rotor.common.dependencies import Dependencies, Record
 from rotor.common.generators import SPLIT_BACKWARD, RngTracker
 from rotor.common.modes import Modes
 from rotor.common.module_state import is_same
+from rotor.common.needs import Needs
 from rotor.common.substitutes import exchanged
 from rotor.common.tensor_trees import (
     output_tensors,
@@ -37,7 +38,7 @@ from rotor.common.tensor_trees import (
 )
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial
 
-__all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "attach"]
+__all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "apart_of", "attach"]
 
 _FIRST_BYTES = 1 << 16
 """Size up to which a buffer is copied before the first forward, which may write to it."""
@@ -61,7 +62,7 @@ class StepNotes:
     def __init__(self, *, preserves_rng: bool = True) -> None:
         self.preserves_rng = preserves_rng
 
-    def report(self, needed_bytes: int, is_kept: bool) -> None:
+    def report(self, needed_bytes: int, is_kept: bool | None) -> None:
         """Take the bytes that a forward which ran again has needed.
 
         Parameters
@@ -69,7 +70,8 @@ class StepNotes:
         needed_bytes
             Bytes.
         is_kept
-            True if a backward under the plan has run, and kept its values.
+            True if a backward under the plan has run, and kept its values; ``None`` if the bytes
+            are those of the whole step.
         """
 
     def report_kept(self, more_bytes: int) -> None:
@@ -217,6 +219,13 @@ class Rerun:
     ----------
     surroundings
         Python state, until no other backward comes; ``None`` where it is not known, or constant.
+    is_batched
+        True in a backward that makes batches of gradients which are to be differentiated.
+    leave
+        Weak reference to a function that frees what the plan keeps: after a backward with
+        ``create_graph``, all others run the forward again too.
+    needs
+        Bytes that the part needs when it runs again.
     """
 
     def __init__(
@@ -240,8 +249,10 @@ class Rerun:
         self.surroundings = unit.surroundings() if repeats else None
         self._inputs = _versions(tensors)
         self.arguments = set(map(id, tensors))
-        self._is_used = self._is_over = False
+        self._is_used = self._is_over = self._is_left = self.is_batched = False
         self._first_level = 0
+        self.needs = Needs(device, self._notes.report)
+        self.leave: Callable[[], Any] | None = None
 
     def copies(self) -> list[torch.Tensor]:
         """Return the tensors that were made to keep the state."""
@@ -272,10 +283,11 @@ class Rerun:
         is_split = keeps and core.splits_backward(p for p in parameters if p is not None)
         if is_split and backwards.in_split_backward():
             raise RuntimeError(SPLIT_BACKWARD)
-        is_used, self._is_over = self._is_used and not repeats, not keeps
+        is_used, self._is_over = self._is_left or (self._is_used and not repeats), not keeps
         is_batched = any(
             gradient is not None and backwards.is_batched(gradient) for gradient in given
         )
+        self.is_batched = is_batched and torch.is_grad_enabled()
         is_wanted = is_split or is_used or torch.is_grad_enabled() or is_batched
         if keeps and not is_wanted:
             level = devices.level(self._device)
@@ -320,7 +332,7 @@ class Rerun:
                 stack.enter_context(self.surroundings.put_back())
             stack.enter_context(self._modes)
             stack.enter_context(torch.enable_grad())
-            value, kept = _apart((value, self._kept), apart, is_differentiable)
+            value, kept = apart_of((value, self._kept), apart, is_differentiable)
             for (where, name), tensor in zip(unit.slots, kept, strict=True):
                 if tensor is not None and tensor is not where[name]:
                     # `torch.func.functional_call` has put it in for one forward, say.
@@ -372,10 +384,14 @@ class Rerun:
         if not asked or not roots:
             return {}
         with CollectorPause():  # It would free memory of others between the levels.
-            level = devices.level(self._device)
+            if self.leave is not None and torch.is_grad_enabled():
+                if (release := self.leave()) is not None:
+                    release()
+                self._is_left = True
+            self.needs.begin()
             apart = dict[int, torch.Tensor]()
             outputs = self.output(forward, apart)
-            recorded = devices.level(self._device)
+            self.needs.note()
             if len(outputs) != len(given):
                 raise RuntimeError(
                     f"the forward returned {len(outputs)} tensors when it ran again for this "
@@ -396,8 +412,8 @@ class Rerun:
                     _join(reference(), output)
             del outputs
             apart.clear()
-            needed = max(recorded, devices.level(self._device)) - level
-            self._notes.report(needed, self._is_used)
+            self.needs.note()
+            self.needs.tell(self._is_used)
         if self._is_over:
             self._drop()
         return dict(zip(asked, found, strict=True))
@@ -465,7 +481,7 @@ class _Bridge(Function):
         return None, *(gradients if not ctx.apart else [None])
 
 
-def _apart(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) -> Any:
+def apart_of(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) -> Any:
     """Return arguments without what they were computed of, which other arguments may be.
 
     Those that are to be differentiated lead on to it, each by a node of its own.

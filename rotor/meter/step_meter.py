@@ -396,6 +396,12 @@ class _Running(threading.local):
 _running = _Running()
 
 
+def is_running() -> bool:
+    """Return whether a meter of this thread runs."""
+    meter = _running.meter()
+    return meter is not None and meter.is_running
+
+
 def cancel_running(*, all_steps: bool = True) -> bool:
     """Stop this thread's meter of a step whose backward has not come; return whether one ran.
 

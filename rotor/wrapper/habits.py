@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from rotor._pytorch import core, devices
-from rotor.common.accounting import is_new_maximum
+from rotor.common.accounting import is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context, Engine
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
-from rotor.meter.step_meter import cancel_running
+from rotor.meter.step_meter import cancel_running, is_running
 from rotor.units import exact_bytes
 from rotor.wrapper.caches import cache_field
 
@@ -171,14 +171,17 @@ class RerunNotes(StepNotes):
                 MemoryLimitWarning,
             )
 
-    def report(self, needed_bytes: int, is_kept: bool) -> None:
+    def report(self, needed_bytes: int, is_kept: bool | None) -> None:
         """Warn if a forward that ran again needed more than the limit."""
+        limit = self._plan.limit_bytes
         # Such a step says nothing about the plan.
-        cancel_running(all_steps=False)
-        is_beside = is_kept or self._is_pending()
-        kept_bytes = max(self._plan.limit_bytes, self._plan.most_bytes_seen) * is_beside
+        if cancel_running(all_steps=False) and is_kept is None and is_running():
+            return  # The meter tells.
+        if is_kept is None and needed_bytes <= limit + noise_bytes(limit):
+            return
+        is_beside = is_kept is not None and (is_kept or self._is_pending())
         self._warn(
-            needed_bytes + kept_bytes,
+            needed_bytes + max(limit, self._plan.most_bytes_seen) * is_beside,
             "a backward that no plan gives ran the model's forward again, in plain autograd: "
             "gradients of gradients (create_graph=True), of inputs before those of parameters, "
             "batched ones, or a second backward",

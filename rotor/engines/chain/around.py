@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+from weakref import WeakMethod
 
-from rotor._pytorch import backwards
+from rotor._pytorch import backwards, devices
 from rotor.common.rerun import Rerun, Unit, attach
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.schedule import Schedule
-from rotor.engines.chain.stages import Stage
+from rotor.engines.chain.segments import bounds_of_segments, run_in_segments
+from rotor.engines.chain.stages import shared_parameters
 
 __all__ = ["Around"]
 
@@ -47,6 +48,7 @@ class Around:
         self._unit, self._inspection, self._schedule = unit, inspection, schedule
         self._is_whole, self._arg = is_whole, None
         self._rerun: Rerun | None = None
+        self._start_bytes = devices.level(inspection.device) if is_whole else None
         self._hooks, self._is_hooked = 0, False
         if schedule.tail == schedule.head:
             # A step that leaves all to plain autograd too shows which buffers forwards write to.
@@ -54,16 +56,19 @@ class Around:
         elif schedule.head == 0:
             self.begin(arg)
 
-    def begin(self, arg: Any) -> None:
-        """Note the state before the stages of the schedule, unless they are the first."""
+    def begin(self, arg: Any, run: Any = None) -> None:
+        """Note the run of the schedule's stages, and the state before them, unless it is known."""
         if self._rerun is None:
             device, is_whole = self._inspection.device, self._is_whole
             self._arg, self._rerun = arg, Rerun(self._unit, arg, device, is_whole=is_whole)
+            self._rerun.needs.start_bytes = self._start_bytes
+        if run is not None:
+            self._rerun.leave = WeakMethod(run.release)
 
     def stages(self, output: Any) -> Any:
         """Return the output of the schedule's stages, for other backwards too."""
         schedule, self._hooks = self._schedule, backwards.hooks_made()
-        return self._attach(output, self._inspection.stages[schedule.head : schedule.tail])
+        return self._attach(output, schedule.head, schedule.tail)
 
     def end(self) -> None:
         """Note whether the stages after those of the schedule have registered hooks."""
@@ -75,20 +80,24 @@ class Around:
         is_one = schedule.tail in (schedule.head, schedule.n)
         if is_one or self._is_hooked or self._inspection.plain != (0, schedule.n):
             return output
-        return self._attach(output, self._inspection.stages, is_outer=True)
+        return self._attach(output, 0, schedule.n, is_outer=True)
 
-    def _attach(self, output: Any, stages: Sequence[Stage], *, is_outer: bool = False) -> Any:
+    def _attach(self, output: Any, begin: int, end: int, *, is_outer: bool = False) -> Any:
+        inspection, rerun = self._inspection, self._rerun
+        stages, measures = inspection.stages[begin:end], inspection.measures[begin:end]
+        assert rerun is not None
+
         def forward(value: Any) -> Any:
-            for stage in stages:
-                for function in stage.functions:
-                    value = function(value)
-            return value
+            is_plain = rerun.is_batched or bool(shared_parameters(stages))
+            bounds = [0, len(stages)] if is_plain else bounds_of_segments(measures)
+            return run_in_segments(
+                stages, measures, bounds, value, inspection.device, rerun.needs.note
+            )
 
-        assert self._rerun is not None
         inputs = [tensor for tensor in tree_tensors(self._arg) if tensor.requires_grad]
         parameters = {id(p): p for stage in stages for p in stage.parameters()}
         leaves = [*inputs, *parameters.values()]
-        return attach(output, self._rerun, forward, leaves, _never_again, is_outer=is_outer)
+        return attach(output, rerun, forward, leaves, _never_again, is_outer=is_outer)
 
 
 def _never_again() -> None:

@@ -435,7 +435,8 @@ class Run:
         return self.next < self.lowest
 
     def release(self) -> None:
-        """Free every remaining activation, graph and snapshot."""
+        """Free every remaining activation, graph and snapshot: no other backward comes."""
+        self.next = min(self.next, self.lowest - 1)
         self.x = [None] * len(self.x)
         self.tapes = [None] * len(self.tapes)
         self.snapshots = [None] * len(self.snapshots)
@@ -490,11 +491,9 @@ def run_chain(
         if started is not None:
             started(run)
         if around is not None:
-            around.begin(y)
+            around.begin(y, run)
         run.forward()
-        y = run.attach(y)
-        if around is not None:
-            y = around.stages(y)
+        y = run.attach(y) if around is None else around.stages(run.attach(y))
     for stage in stages[schedule.tail :]:
         y = stage(y)
     if around is not None:

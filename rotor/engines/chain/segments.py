@@ -1,0 +1,322 @@
+"""Chains that run again for other backwards, in little memory: one segment after the other.
+
+A segment, stages in a row, is one node of autograd that keeps its input. Its gradients that are to
+be differentiated are one node too, which keeps the gradients that it was given. Both run the
+segment again when they are differentiated. What second derivatives give to the segment's input and
+parameters waits for the gradient of its output, so that sums are made in plain autograd's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache, partial
+from itertools import islice, pairwise, repeat
+from typing import Any
+
+import torch
+from torch.autograd.function import Function
+
+from rotor._pytorch import backwards, core, devices, dispatch
+from rotor.common.generators import UncountedStates
+from rotor.common.modes import Modes
+from rotor.common.rerun import apart_of
+from rotor.common.tensor_trees import Flags, detached, tree_tensors, with_tensors
+from rotor.engines.chain.ends import keeping_nothing, token_of
+from rotor.engines.chain.measures import StageMeasure
+from rotor.engines.chain.snapshot import Snapshot
+from rotor.engines.chain.stages import Stage
+
+__all__ = ["bounds_of_segments", "run_in_segments"]
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def bounds_of_segments(measures: Sequence[StageMeasure]) -> list[int]:
+    """Return where segments of stages begin, and the end of the last, for the least need in all."""
+    handed = (0, *(m.output_bytes for m in measures[:-1]))
+    return _bounds(tuple(m.xbar_bytes for m in measures), handed)
+
+
+@lru_cache
+def _bounds(kept: tuple[int, ...], handed: tuple[int, ...]) -> list[int]:
+    best = (float(sum(kept)), [0, len(kept)])
+    for halves in range(1, 2 * len(kept).bit_length()):
+        most = max(sum(kept) / 2 ** (halves / 2), *kept)
+        paths = [(0, [0])]
+        for end in range(1, len(kept) + 1):
+            begin, size, found = end, 0, []
+            while begin and size + kept[begin - 1] <= most:
+                begin -= 1
+                size += kept[begin]
+                found.append((paths[begin][0] + handed[begin], begin))
+            cost, begin = min(found)
+            paths.append((cost, [*paths[begin][1], end]))
+        best = min(best, (paths[-1][0] + most, paths[-1][1]))
+    return best[1]
+
+
+def run_in_segments(
+    stages: Sequence[Stage],
+    measures: Sequence[StageMeasure],
+    bounds: Sequence[int],
+    value: Any,
+    device: torch.device,
+    note: Callable[[int], object],
+) -> Any:
+    """Return the output of stages, in a graph whose nodes run segments of them again.
+
+    Parameters
+    ----------
+    stages, measures
+        Stages in a row, and their costs.
+    bounds
+        Where segments begin, and the end of the last. A single one runs in plain autograd, as do
+        stages that vary from run to run.
+    value
+        Input of the first one.
+    device
+        Device of the stages.
+    note
+        Function called, where a segment needs most, with the bytes that its backward adds.
+    """
+    for begin, end in pairwise(bounds):
+        own, costs = stages[begin:end], measures[begin:end]
+        more_bytes = max(m.backward_peak_bytes for m in costs)
+        if len(bounds) == 2 or any(m.varies for m in costs):
+            for stage in own:
+                value = stage(value)
+            note(more_bytes)
+        else:
+            segment = _Segment(own, costs[-1].flags, value, device, note, more_bytes)
+            *outputs, _ = _apply_outputs(segment, *tree_tensors(value), *segment.parameters)
+            value = with_tensors(segment.output, outputs)
+    return value
+
+
+class _Segment:
+    """Stages that run together, and the state in which each began.
+
+    Attributes
+    ----------
+    parameters
+        Parameters that require gradients.
+    flags
+        Tensors of the output that require gradients.
+    token
+        Scalar that stands for values without their memory.
+    count
+        Number of tensors in the input.
+    output
+        The output, with tokens in the place of its tensors.
+    waiting
+        By backward: gradients of the outputs, and those of the gradients that were made of them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        flags: Flags,
+        value: Any,
+        device: torch.device,
+        note: Callable[[int], object],
+        more_bytes: int,
+    ) -> None:
+        self.parameters = list({id(p): p for s in stages for p in s.parameters()}.values())
+        self.flags, self.token, self.count = flags, token_of(device), len(tree_tensors(value))
+        self.output: Any = None
+        self.waiting: dict[int, list[list[Gradients]]] = {}
+        self._stages, self._note, self._more_bytes = stages, note, more_bytes
+        self._input = with_tensors(value, repeat(self.token))
+        self._states, self._modes = UncountedStates(device), Modes(devices.type_of(device))
+        self._snapshots: list[Snapshot] = []
+
+    def first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs; note the state in which each stage begins."""
+        asks = any(stage.asks for stage in self._stages)
+        with keeping_nothing() if asks else nullcontext(), torch.set_grad_enabled(asks):
+            value = self._through(map(self._noted, self._stages), tensors)
+        self.output = with_tensors(value, repeat(self.token))
+        return tree_tensors(detached(value))
+
+    def _noted(self, stage: Stage) -> Callable[[Any], Any]:
+        def run(value: Any) -> Any:
+            snapshot = Snapshot(stage, self._states)
+            value = stage(value)
+            snapshot.finish()
+            self._snapshots.append(snapshot)
+            return value
+
+        return run
+
+    def _through(
+        self, functions: Iterable[Callable[[Any], Any]], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        value = with_tensors(self._input, tensors)
+        for function in functions:
+            value = function(value)
+            if self._modes.is_autocast:
+                torch.clear_autocast_cache()
+        return value
+
+    def _again(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs of another run, with its graph."""
+        runs = [partial(snapshot.recompute, last=False) for snapshot in self._snapshots]
+        with backwards.outside_transforms(), self._modes:
+            return tree_tensors(self._through(runs, tensors))
+
+    def gradients(
+        self,
+        tensors: Sequence[torch.Tensor],
+        ways: Sequence[Sequence[Gradients]],
+        wanted: Gradients,
+        *,
+        is_first: bool = False,
+    ) -> Gradients:
+        """Return the sums of some gradients of a run of the segment, each tensor's once.
+
+        Parameters
+        ----------
+        tensors
+            Inputs.
+        ways
+            For each term: gradients of the outputs; or these, gradients of the gradients that are
+            made of them, and so on.
+        wanted
+            Inputs, parameters, and gradients among `ways`.
+        is_first
+            True to compute as in a backward whose result is differentiated.
+        """
+        if not _present(wanted) or not any(_present(way[-1]) for way in ways):
+            return [None] * len(wanted)
+        apart = dict[int, torch.Tensor]()
+        with torch.enable_grad():
+            inner = apart_of((tensors, [way[:-1] for way in ways]), apart, False)
+            # What arrives at an output from outside is added last, as in the whole graph.
+            outputs = [t.view_as(t) if t.requires_grad else t for t in self._again(inner[0])]
+            sources = [apart.get(id(t), t) for t in (*tensors, *self.parameters)]
+            asked = {
+                id(t): apart.get(id(t), t) for t in wanted if t is not None and t.requires_grad
+            }
+            with core.without_hooks(core.hooks_of([*sources, *asked.values()])):
+                roots = list[tuple[torch.Tensor, torch.Tensor]]()
+                for levels, way in zip(inner[1], ways, strict=True):
+                    roots += _pairs(_derived(outputs, sources, levels), way[-1])
+                self._note(0 if any(len(way) > 1 for way in ways) else self._more_bytes)
+                found = _grad(roots, list(asked.values()), create_graph=is_first)
+                self._note(0)
+        by_id = dict(zip(asked, found, strict=True))
+        return [by_id.pop(id(tensor), None) for tensor in wanted]
+
+
+def _derived(
+    made: Gradients, sources: Sequence[torch.Tensor | None], levels: Sequence[Gradients]
+) -> Gradients:
+    """Return gradients of gradients, one level after the other, from the outputs on."""
+    for given in levels:
+        asked = [t for t in sources if t is not None and t.requires_grad]
+        found = iter(_grad(_pairs(made, given), asked, create_graph=True))
+        made = [None if t is None or not t.requires_grad else next(found) for t in sources]
+        sources = [*sources, *given]
+    return made
+
+
+def _present(tensors: Gradients) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _pairs(tensors: Gradients, gradients: Gradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return tensors and their gradients, where there are both."""
+    return [
+        (t, g)
+        for t, g in zip(tensors, gradients, strict=True)
+        if t is not None and g is not None and t.requires_grad
+    ]
+
+
+def _grad(
+    roots: list[tuple[torch.Tensor, torch.Tensor]],
+    asked: list[torch.Tensor],
+    *,
+    create_graph: bool,
+) -> Gradients:
+    if not roots or not asked:
+        return [None] * len(asked)
+    outputs, given = zip(*roots, strict=True)
+    return torch.autograd.grad(outputs, asked, given, create_graph=create_graph, allow_unused=True)
+
+
+class _Outputs(Function):
+    """Node of a segment; the last output is its token."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: _Segment, *tensors: torch.Tensor) -> Any:
+        ctx.segment = segment
+        ctx.set_materialize_grads(False)
+        inputs, token = tensors[: segment.count], segment.token.detach()
+        outputs = segment.first(inputs)
+        fixed = [t for t, flag in zip(outputs, segment.flags, strict=True) if not flag]
+        ctx.mark_non_differentiable(*fixed)
+        ctx.save_for_backward(*inputs, token)
+        return *outputs, token
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
+        segment, given = ctx.segment, given[:-1]
+        *inputs, token = ctx.saved_tensors
+        wanted = (*inputs, *segment.parameters)
+        ways = [[given], *reversed(segment.waiting.pop(dispatch.graph_task(), []))]
+        if torch.is_grad_enabled() and _present(given):
+            return None, *_apply_gradients(segment, [len(given)], token, *wanted, *given)
+        return None, *segment.gradients(inputs, ways, wanted)
+
+
+class _Gradients(Function):
+    """Node of a segment's gradients that are to be differentiated, of any order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        segment: _Segment,
+        sizes: list[int],
+        token: torch.Tensor,
+        *tensors: Any,
+    ) -> Any:
+        ctx.segment, ctx.sizes = segment, sizes
+        ctx.set_materialize_grads(False)
+        known = segment.count + len(segment.parameters)
+        inputs, given = tensors[: segment.count], tensors[known:]
+        ctx.save_for_backward(token, *inputs, *given)
+        found = segment.gradients(
+            inputs, [_levels(given, sizes)], tensors[: len(tensors) - sizes[-1]], is_first=True
+        )
+        return tuple([None if g is None else g.detach() for g in found])
+
+    @staticmethod
+    def backward(ctx: Any, *latest: torch.Tensor | None) -> Any:
+        segment, sizes = ctx.segment, [*ctx.sizes, len(latest)]
+        token, *tensors = ctx.saved_tensors
+        inputs, given = tensors[: segment.count], tensors[segment.count :]
+        way = [*_levels(given, ctx.sizes), latest]
+        others = (*inputs, *segment.parameters)
+        if not _present(latest):
+            found: Gradients = [None] * (len(others) + len(given))
+        elif torch.is_grad_enabled():
+            found = _apply_gradients(segment, sizes, token, *others, *given, *latest)
+        elif len(way) > 2:
+            found = segment.gradients(inputs, [way], (*others, *given))
+        else:
+            if backwards.is_asked_for(token):
+                segment.waiting.setdefault(dispatch.graph_task(), []).append(way)
+            found = [*[None] * len(others), *segment.gradients(inputs, [way], given)]
+        return None, None, None, *found
+
+
+def _levels(given: Gradients, sizes: Sequence[int]) -> list[Gradients]:
+    """Return the gradients of each level."""
+    following = iter(given)
+    return [list(islice(following, size)) for size in sizes]
+
+
+_apply_outputs = core.bare_apply(_Outputs)
+_apply_gradients = core.bare_apply(_Gradients)
