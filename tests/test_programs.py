@@ -8,12 +8,8 @@ from zoo.cases import ZOO
 from zoo.judge import judge, train_plain
 from zoo.programs import HABITS, Program
 
-FAILED = (0, 3, 25, 29, 41, 44, 73, 78, 79, 280, 439, 485)
+FAILED = (0, 3, 25, 29, 41, 44, 73, 78, 79, 280, 324, 365, 439, 485)
 """Seeds of programs that failed before."""
-OPEN = {
-    324: "the backward is refused where the forward itself writes to parameters",
-    365: "the backward is refused where the forward itself writes to parameters",
-}
 QUICK = {*FAILED, 1, 2, 4}
 
 
@@ -22,10 +18,7 @@ def test_there_are_forty_habits() -> None:
 
 
 def _marked(seed: int) -> object:
-    marks = [] if seed in QUICK else [pytest.mark.slow]
-    if seed in OPEN:
-        marks.append(pytest.mark.xfail(reason=OPEN[seed], strict=True))
-    return pytest.param(seed, marks=marks)
+    return pytest.param(seed, marks=[] if seed in QUICK else [pytest.mark.slow])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -82,6 +82,25 @@ class Carrying(Whole):
         return self.body[-1](h)
 
 
+class Clipped(Whole):
+    """Weights that every forward clips."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        return self.body(x)
+
+
+class Shrinking(Whole):
+    """Weights that every forward makes smaller."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.body[0].weight.mul_(0.99)
+        return self.body(x)
+
+
 def penalty(call: Call, net: nn.Module, x: torch.Tensor) -> None:
     y = call(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -212,7 +231,7 @@ def test_gradients_are_those_of_the_plain_model(pair, loop):
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])
 @pytest.mark.parametrize("loop", [penalty, second_backward], ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("model", [Normed, Carrying])
+@pytest.mark.parametrize("model", [Normed, Carrying, Clipped])
 def test_state_that_a_forward_changes_is_read_as_it_found_it(model, loop, engine):
     plain = model()
     limited = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="400 KB", engine=engine)
@@ -315,6 +334,18 @@ def test_a_parameter_that_has_changed_is_named(pair):
         next(limited.module.parameters()).add_(1)
     with pytest.raises(RuntimeError, match="parameter weight of the model was changed"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("engine", ["graph", "dynamic"])
+def test_a_forward_that_would_write_other_weights_again_is_refused(engine):
+    model = Shrinking()
+    limited = rotor.Checkpointable(model, mem_limit="400 KB", engine=engine)
+    x = torch.randn(256, 32, requires_grad=True)
+    y = limited(x)
+    after = [p.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="parameter weight of the model was changed"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert all(map(torch.equal, after, model.parameters()))
 
 
 @pytest.mark.filterwarnings("default::rotor.MemoryLimitWarning")

@@ -6,7 +6,7 @@ import sys
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,12 @@ __all__ = [
     "load_checks",
     "outside_transforms",
     "version_kept",
+    "versions_set",
 ]
 
 core.check(
     (
+        "_C._autograd._unsafe_set_version_counter",
         "_C._functorch.is_batchedtensor",
         "_C._functorch.is_legacy_batchedtensor",
         "_C._vmapmode_decrement_nesting",
@@ -104,6 +106,19 @@ def outside_transforms() -> Iterator[None]:
 
 version_kept: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 """Context in which writes to a tensor leave its version as it was."""
+
+
+@contextmanager
+def versions_set(pairs: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Give tensors these versions, and back their own when the context ends."""
+    tensors = tuple(tensor for tensor, _ in pairs)
+    own = tuple(tensor._version for tensor in tensors)
+    set_versions = torch._C._autograd._unsafe_set_version_counter
+    set_versions(tensors, tuple(version for _, version in pairs))
+    try:
+        yield
+    finally:
+        set_versions(tensors, own)
 
 
 @contextmanager

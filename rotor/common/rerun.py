@@ -43,6 +43,12 @@ __all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "apart_of", "at
 _FIRST_BYTES = 1 << 16
 """Size up to which a buffer is copied before the first forward, which may write to it."""
 
+_CHANGED = (
+    "{} of the model was changed in place since its forward began, by that forward or after it, "
+    "and this backward has to run it again: change it after the backward, or use the plain model "
+    "(chk.module) for such a backward"
+)
+
 _VERSION = attrgetter("_version")
 _CONSTANT_STEPS = 3
 """Steps in a row that find the same Python state, after which it is read no more."""
@@ -318,11 +324,16 @@ class Rerun:
         Raises
         ------
         RuntimeError
-            A parameter, a buffer or an argument was written to since the first forward.
+            A parameter, a buffer or an argument was written to since the first forward began, other
+            than a parameter by a forward that writes what is there already if it runs again.
         """
         unit, value, is_differentiable = self._unit, self._arguments(), torch.is_grad_enabled()
-        self._check(value)
+        written = self._written(value)
+        ends = [(k, self._kept[k]._version, self._kept[k].detach().clone()) for k in written]
         with ExitStack() as stack:
+            # In the end these are what the new graph has saved, and the first one.
+            begins = [(self._kept[k], self._versions[k]) for k in written]
+            stack.enter_context(backwards.versions_set(begins))
             stack.enter_context(backwards.outside_transforms())
             stack.enter_context(_training(unit.modules, self._flags))
             roots = [(type(module).__name__, module) for module in unit.modules]
@@ -344,7 +355,16 @@ class Rerun:
                     where[name] = before.clone()
             if self._set_generators is not None:
                 self._set_generators()
-            return forward(value)
+            try:
+                result = forward(value)
+                for k, version, copy in ends:
+                    if self._kept[k]._version != version or not torch.equal(self._kept[k], copy):
+                        raise RuntimeError(_CHANGED.format(f"parameter {unit.slots[k][1]}"))
+            except BaseException:
+                for k, _, copy in ends:
+                    self._kept[k].data.copy_(copy)
+                raise
+            return result
 
     def _arguments(self) -> Any:
         """Return the arguments in containers of their own; RuntimeError if one is gone."""
@@ -418,20 +438,17 @@ class Rerun:
             self._drop()
         return dict(zip(asked, found, strict=True))
 
-    def _check(self, value: Any) -> None:
-        unit = self._unit
-        now = zip(unit.slots, _versions(self._kept), self._versions, strict=True)
-        found = [k for k, (_, new, old) in enumerate(now) if new != old]
-        kinds = ["parameter", "buffer"]
-        changed = [f"{kinds[k >= len(unit.parameters)]} {unit.slots[k][1]}" for k in found]
+    def _written(self, value: Any) -> list[int]:
+        """Return the numbers of the parameters written to since the beginning."""
+        pairs = zip(_versions(self._kept), self._versions, strict=True)
+        found = [k for k, (now, before) in enumerate(pairs) if now != before]
+        count = len(self._unit.parameters)
+        changed = [f"buffer {self._unit.slots[k][1]}" for k in found if k >= count]
         if _versions(tree_tensors(value)) != self._inputs:
             changed.append("an argument")
         if changed:
-            raise RuntimeError(
-                f"{changed[0]} of the model was changed in place since its forward began, by that "
-                "forward or after it, and this backward has to run it again: change it after the "
-                "backward, or use the plain model (chk.module) for such a backward"
-            )
+            raise RuntimeError(_CHANGED.format(changed[0]))
+        return found
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rotor._pytorch import core
+from rotor._pytorch.backwards import versions_set
 from rotor.common.generators import RngTracker
 from rotor.common.places import Saved, tensors_in
 from rotor.engines.chain.stages import Stage
@@ -44,6 +45,7 @@ class Snapshot:
         "_stage",
         "_state",
         "_states",
+        "_versions",
         "_written",
     )
 
@@ -59,10 +61,11 @@ class Snapshot:
         if stage.buffers:
             self._copy_buffers(stage)
         self._written: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._versions: list[int] = []
         if stage.written:
             parameters = [slots[name] for slots, name in stage.written]
             self._own.update(map(id, parameters))
-            self._written = [(p, p.detach().clone(), -1) for p in parameters]
+            self._written = [(p, p.detach().clone(), p._version) for p in parameters]
 
     def _copy_buffers(self, stage: Stage) -> None:
         mutable = stage.buffers if stage.mutable_buffers is None else stage.mutable_buffers
@@ -84,7 +87,7 @@ class Snapshot:
         states, rng = self._states, self._rng
         if states is not None and rng is not None and not rng.drawn_since(states):
             self._states = None
-        self._written = [(p, copy, p._version) for p, copy, _ in self._written]
+        self._versions = [p._version for p, _, _ in self._written]
         if written := self._foreign():
             self._stage.note_written(written)
             raise RecomputationError(
@@ -116,7 +119,9 @@ class Snapshot:
         RecomputationError
             Names the tensor and the stage.
         """
-        found = self._foreign() + [p for p, _, version in self._written if p._version != version]
+        found = self._foreign()
+        written = zip(self._written, self._versions, strict=True)
+        found += [p for (p, *_), then in written if p._version != then]
         name = self._record.name_of(found[0]) if found else ""
         if not found and self._sharded:
             now = self._stage.sharded_parameters()
@@ -164,16 +169,16 @@ class Snapshot:
     @contextmanager
     def _parameters_as_before(self) -> Iterator[None]:
         """Give parameters that the stage writes to the values from before its first forward."""
-        written = [(p, copy, p.detach().clone()) for p, copy, _ in self._written]
+        after = [(p, p.detach().clone()) for p, _, _ in self._written]
         try:
-            for parameter, before, _ in written:
+            for parameter, before, _ in self._written:
                 parameter.data.copy_(before)
-            yield
+            with versions_set([(p, version) for p, _, version in self._written]):
+                yield
         except BaseException:
-            for parameter, _, after in written:
-                parameter.data.copy_(after)
+            for parameter, value in after:
+                parameter.data.copy_(value)
             raise
-        self._written = [(p, before, p._version) for p, before, _ in written]
 
 
 def _key(slot: core.Slot) -> tuple[int, str]:
