@@ -8,6 +8,7 @@ kernel takes from elsewhere is invisible to both, and resident set size is no me
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -275,8 +276,8 @@ class Meter(ABC):
     ) -> None:
         self.stop()
 
-    def __del__(self) -> None:
-        if getattr(self, "_state", None) == "running":
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_state", None) == "running" and not _is_finalizing():
             self.drop()
 
     def _need_figures(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -383,8 +384,9 @@ class StepMeter:
         self._forwards += 1
         return self._is_open and self._forwards <= _MOST_FORWARDS
 
-    def __del__(self) -> None:
-        self.cancel()
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _is_finalizing():
+            self.cancel()
 
 
 class _Running(threading.local):
