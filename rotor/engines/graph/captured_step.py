@@ -347,7 +347,7 @@ class CapturedStep:
         return all(has_room(d, self._most_compared, limit_bytes) for d in self._devices)
 
     def executor_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
-        """Return the bytes kept beside the graph's storages.
+        """Return the bytes kept beside the graph's storages, copies of what it writes to included.
 
         Parameters
         ----------
@@ -359,7 +359,7 @@ class CapturedStep:
             The limit of the step.
         """
         proves = self.verifies and self.inductor is None and self.is_provable(limit_bytes)
-        return max(
+        return sum(map(self.lowered.input_bytes, self.lowered.mutated)) + max(
             executor_bytes(device, replayed)
             + (proving_bytes(self.lowered, device, compared) if proves else 0)
             for device in self._devices

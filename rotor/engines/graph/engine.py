@@ -500,8 +500,8 @@ class GraphEngine(MeteredEngine):
         tally = self._tally_of(plan)
         plan.install(tally)
         value = (*call.arguments, call.targets)
-        rerun = self.context.structure.rerun(value, plan.device)
         meter = start()
+        rerun = self.context.structure.rerun(value, plan.device)
         capture.leaves = []
         try:
             output = self._called(plan, call, tally)
