@@ -26,6 +26,7 @@ from rotor._pytorch import backwards, core, devices
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.collector import CollectorPause
 from rotor.common.dependencies import Dependencies, Record
+from rotor.common.ends import apart_of, join
 from rotor.common.generators import SPLIT_BACKWARD, RngTracker
 from rotor.common.modes import Modes
 from rotor.common.module_state import is_same
@@ -38,7 +39,7 @@ from rotor.common.tensor_trees import (
 )
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial
 
-__all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "apart_of", "attach"]
+__all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "attach"]
 
 _FIRST_BYTES = 1 << 16
 """Size up to which a buffer is copied before the first forward, which may write to it."""
@@ -429,7 +430,7 @@ class Rerun:
                 )
             if torch.is_grad_enabled():
                 for reference, output in zip(mine, outputs, strict=False):
-                    _join(reference(), output)
+                    join(reference(), output)
             del outputs
             apart.clear()
             self.needs.note()
@@ -462,56 +463,6 @@ def _training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[N
     finally:
         for module, training in zip(modules, before, strict=True):
             module.training = training
-
-
-class _Joined(Function):
-    """Node between a tensor of the caller's and the same value in a newer graph."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, *gradients
-
-
-def _join(tensor: torch.Tensor | None, newer: torch.Tensor) -> None:
-    """Have what is computed of a tensor from now on be differentiated through a newer graph."""
-    if tensor is None or tensor._version or not newer.requires_grad:
-        return
-    with backwards.version_kept(tensor), backwards.hooks_moved(tensor, newer):
-        _Joined.apply(tensor, newer)
-
-
-class _Bridge(Function):
-    """Node before an argument, which passes gradients on once the dictionary is empty."""
-
-    @staticmethod
-    def forward(ctx: Any, apart: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-        ctx.apart = apart
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, *(gradients if not ctx.apart else [None])
-
-
-def apart_of(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) -> Any:
-    """Return arguments without what they were computed of, which other arguments may be.
-
-    Those that are to be differentiated lead on to it, each by a node of its own.
-    """
-    tensors = tree_tensors(value)
-    asked = {id(t): t for t in tensors if t.requires_grad and not isinstance(t, nn.Parameter)}
-    for k, tensor in asked.items():
-        if not is_differentiable:
-            leaf = tensor.detach().requires_grad_()
-            apart[k] = leaf if tensor.is_leaf else leaf.view_as(leaf)
-        elif len(asked) > 1 or not tensor.is_leaf:
-            apart[k] = _Bridge.apply(apart, tensor)
-    return with_tensors(value, [apart.get(id(tensor), tensor) for tensor in tensors])
 
 
 def _let_go(tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -18,9 +18,9 @@ import torch
 from torch.autograd.function import Function
 
 from rotor._pytorch import backwards, core, devices, dispatch
+from rotor.common.ends import apart_of
 from rotor.common.generators import UncountedStates
 from rotor.common.modes import Modes
-from rotor.common.rerun import apart_of
 from rotor.common.tensor_trees import Flags, detached, tree_tensors, with_tensors
 from rotor.engines.chain.ends import keeping_nothing, token_of
 from rotor.engines.chain.measures import StageMeasure
