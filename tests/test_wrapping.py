@@ -310,6 +310,34 @@ def test_a_forward_around_the_wrappers_own_is_limited(is_method):
     assert chk.plan.measured_bytes
 
 
+class Trained(nn.Sequential):
+    """Model whose loop calls methods of it."""
+
+    calls = 0
+
+    def training_step(self, x):
+        self.calls += 1
+        return self(x).sum()
+
+    def first(self):
+        return self[0]
+
+
+class TrainedTwice(Trained):
+    def training_step(self, x):
+        return super().training_step(x) * 2
+
+
+@pytest.mark.parametrize("kind", [Trained, TrainedTwice])
+def test_a_method_that_calls_the_model_is_limited(kind):
+    model = kind(*conv_net())
+    chk = rotor.Checkpointable(model, mem_limit="1GiB", verbosity=0)
+    chk.training_step(images()).backward()
+    assert chk.plan.measured_bytes
+    assert model.calls == chk.calls == 1
+    assert chk.first() is model[0]
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight

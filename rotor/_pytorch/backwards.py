@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from rotor._pytorch import core
 
 __all__ = [
+    "are_related",
     "gradients_of",
     "hooks_made",
     "in_split_backward",
@@ -106,6 +107,12 @@ def outside_transforms() -> Iterator[None]:
 
 version_kept: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 """Context in which writes to a tensor leave its version as it was."""
+
+
+def are_related(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether a graph knows that tensors are views of the same one, or one of the other."""
+    bases = [tensor if tensor._base is None else tensor._base for tensor in (a, b)]
+    return bases[0] is bases[1]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Ends of a forward that runs again: apart from what they were made of, joined to the results."""
+"""Ends of a forward: arguments apart from what they were made of, results joined to each other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from rotor._pytorch import backwards
-from rotor.common.tensor_trees import tree_tensors, with_tensors
+from rotor._pytorch import backwards, core
+from rotor.common.substitutes import exchanged
+from rotor.common.tensor_trees import output_tensors, tree_tensors, with_tensors
 
-__all__ = ["apart_of", "join"]
+__all__ = ["apart_of", "join", "with_views"]
 
 
 class _Joined(Function):
@@ -62,3 +63,32 @@ def apart_of(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool
         elif len(asked) > 1 or not tensor.is_leaf:
             apart[k] = _Bridge.apply(apart, tensor)
     return with_tensors(value, [apart.get(id(tensor), tensor) for tensor in tensors])
+
+
+def with_views(output: Any) -> Any:
+    """Return a result in whose graph tensors that share memory are views of the largest.
+
+    A node gives its results apart: what is written to one of them would change others' values, and
+    not their gradients.
+    """
+    found = {id(t): t for t in output_tensors(output) if t.grad_fn is not None}
+    if len(found) < 2:
+        return output
+    bases: dict[Any, torch.Tensor] = {}
+    for tensor in sorted(found.values(), key=torch.Tensor.numel, reverse=True):
+        if tensor.layout == torch.strided:
+            place = core.storage_identity(tensor), tensor.dtype
+            base = bases.setdefault(place, tensor)
+            if not backwards.are_related(base, tensor) and _covers(base, tensor):
+                geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+                found[id(tensor)] = base.as_strided(*geometry)
+    return exchanged(output, found)
+
+
+def _covers(base: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return whether the elements of a view are among those of a dense tensor."""
+    first, last = base.storage_offset(), base.storage_offset() + base.numel()
+    steps = zip(view.size(), view.stride(), strict=True)
+    end = view.storage_offset() + sum((size - 1) * stride for size, stride in steps) + 1
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(base)
+    return is_dense and first <= view.storage_offset() and end <= last

@@ -18,6 +18,7 @@ from torch import nn
 
 from rotor._pytorch import core, devices, fsdp
 from rotor.algorithms.curve import Curve
+from rotor.common.ends import with_views
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
@@ -569,6 +570,7 @@ class Driver:
         previous = STEP.set(RerunNotes(self.context, engine, plan, self.is_pending))
         try:
             output, self._is_pending = engine.run(plan, call, start)
+            output = with_views(output)
         except BaseException as error:
             for meter in started:
                 meter.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from rotor._pytorch import fsdp
 from rotor.common.frames import fold
+from rotor.common.module_state import is_library
 
 _SHARED = frozenset(vars(nn.Module())) - {"training"}
 
@@ -127,7 +129,12 @@ class TransparentModule(nn.Module):
         if module is None:
             raise AttributeError(f"{self._shown_name} has no attribute {name!r}")
         try:
-            return getattr(module, name)
+            value = getattr(module, name)
+            if inspect.ismethod(value) and value.__self__ is module:
+                # A method of the user's may call the model, which is the wrapper then.
+                is_own = not is_library(value.__func__.__module__)
+                return MethodType(value.__func__, self) if is_own else value
+            return value
         except AttributeError:
             if hasattr(type(module), name):
                 raise
