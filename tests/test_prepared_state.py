@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import queue
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import rotor
 from rotor.common.dependencies import Dependencies, Record
 from rotor.engines.graph.calls import run_once
 
@@ -82,3 +85,89 @@ def test_state_in_a_tuple_is_compared_by_identity():
     layer.state = (torch.ones(1),)
     record.restore((), [])
     assert layer.state is before
+
+
+class Projecting(nn.Module):
+    """Block that adds a random projection, drawn once, after dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def projection(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.linear(x))) + x @ self.projection()
+
+
+class InProperty(Projecting):
+    @functools.cached_property
+    def kept(self) -> torch.Tensor:
+        return torch.randn(8, 8)
+
+    def projection(self) -> torch.Tensor:
+        return self.kept
+
+
+@functools.lru_cache
+def drawn(size: int) -> torch.Tensor:
+    return torch.randn(size, size)
+
+
+class InCache(Projecting):
+    def projection(self) -> torch.Tensor:
+        return drawn(8)
+
+
+def test_a_model_that_draws_to_prepare_itself_is_as_it_was():
+    model, before = InProperty(), torch.get_rng_state()
+    assert not run_once(model, (torch.ones(2, 8),), {})
+    assert "kept" not in vars(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:no single graph of the model")
+@pytest.mark.parametrize("engine", ["auto", "dynamic", "chain"])
+@pytest.mark.parametrize("kind", [InProperty, InCache])
+def test_what_is_drawn_once_is_drawn_when_the_plain_model_draws_it(kind, engine):
+    def results(engine: str | None) -> list[torch.Tensor]:
+        drawn.cache_clear()
+        torch.manual_seed(0)
+        net = nn.Sequential(*(kind() for _ in range(4)))
+        if engine != "chain":
+            net = Wrapped(net)
+        model = rotor.Checkpointable(net, mem_limit="1 MB", engine=engine) if engine else net
+        found = []
+        for _ in range(3):
+            net.zero_grad()
+            loss = model(torch.randn(16, 8)).square().mean()
+            loss.backward()
+            found += [loss.detach(), torch.get_rng_state(), *(p.grad for p in net.parameters())]
+        return found
+
+    assert all(map(torch.equal, results(None), results(engine)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_a_graph_of_a_function_that_draws_once_is_refused():
+    drawn.cache_clear()
+    model = rotor.Checkpointable(Wrapped(InCache()), mem_limit="1 MB", engine="graph")
+    with pytest.raises(rotor.CaptureError, match="random numbers in a function with a cache"):
+        model(torch.randn(16, 8))
+
+
+def test_queues_hold_what_the_steps_put_into_them():
+    found: queue.Queue[torch.Tensor] = queue.Queue()
+    model = Noting(found.put)
+    assert run_once(model, (torch.ones(2, 4),), {})
+    assert found.empty()
+    assert found.unfinished_tasks == 0

@@ -20,7 +20,7 @@ from torch import nn
 
 from rotor._pytorch import core
 
-__all__ = ["Draws", "generators", "is_random", "state_of"]
+__all__ = ["Draws", "cached_draws_refused", "generators", "is_random", "state_of"]
 
 
 def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -148,6 +148,50 @@ class Draws:
             explanation=f"{type(generator).__name__}.{name}() draws no number, or array of numbers",
             hints=[],
         )
+
+
+@contextmanager
+def cached_draws_refused() -> Iterator[None]:
+    """Have captures refuse calls of functions with a cache of results that draw random numbers.
+
+    A graph draws in every call, and such a function once.
+    """
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+
+    owner: Any = WrapperUserFunctionVariable
+    call = owner.call_function
+
+    def refusing(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        before = _draws_of(tx.output)
+        result = call(function, tx, args, kwargs)
+        if hasattr(function.wrapper_obj, "cache_info") and _draws_of(tx.output) != before:
+            unimplemented(
+                gb_type="random numbers in a function with a cache",
+                context=f"{function.wrapper_obj.__qualname__}",
+                explanation=f"{function.wrapper_obj.__qualname__}() draws once, a graph every time",
+                hints=[],
+            )
+        return result
+
+    owner.call_function = refusing
+    try:
+        yield
+    finally:
+        owner.call_function = call
+
+
+def _draws_of(captured: Any) -> int:
+    """Return how many random numbers, or tensors of them, captured code draws so far."""
+    return len(captured.random_calls) + sum(map(_is_drawn, captured.graph.nodes))
+
+
+def _is_drawn(node: Any) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else ()
+    tag = torch.Tag.nondeterministic_seeded
+    return any(tag in getattr(packet, overload).tags for overload in overloads)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rotor._pytorch import asked_gradients, captures
 from rotor._pytorch.constant_branches import constant_branches
-from rotor._pytorch.draws import Draws
+from rotor._pytorch.draws import Draws, cached_draws_refused
 from rotor._pytorch.scripts import functions_run_whole
 
 __all__ = ["Branches", "CapturingAgain", "capturing"]
@@ -108,6 +108,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         _bounded_deques(),
         _kernels_of_eager(),
         draws.drawn_anew(),
+        cached_draws_refused(),
         _unordered_settings(),
         _layouts_of_outputs(),
     ):

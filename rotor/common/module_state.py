@@ -8,6 +8,7 @@ A `Watch` notes all of it, finds what has changed since, and puts it back.
 from __future__ import annotations
 
 import functools
+import queue
 import random
 import sys
 import types
@@ -22,6 +23,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.hook_values import global_names
 from rotor.common.places import (
+    LRU_CACHE,
     MISSING,
     Attribute,
     ClosureCell,
@@ -40,6 +42,9 @@ _Identities = Collection[tuple[int, Any]] | None
 
 _MOST_CELLS = 100_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_WATCHED: tuple[type, ...] = (types.SimpleNamespace, queue.Queue)
+"""Kinds of objects of libraries whose attributes are watched."""
+
 _CODE: Any = (
     types.FunctionType
     | types.MethodType
@@ -303,6 +308,10 @@ class Watch:
                 self._waiting.append((f"{name}[{k}]", item, None))
         elif isinstance(value, types.GeneratorType):
             self.generators.append(name)
+        elif isinstance(value, LRU_CACHE):
+            if not is_library(value.__module__):
+                self._state(name, value)
+                self._waiting.append((name, value.__wrapped__, None))
         elif state_of(value) is not MISSING:
             self._state(name, value)
         elif hasattr(value, "__next__"):
@@ -368,7 +377,7 @@ class Watch:
             self._values(value.__module__, value.__globals__, Entry, lambda: names, unique=value)
 
     def _object(self, name: str, value: Any) -> None:
-        if is_library(type(value).__module__) and not isinstance(value, types.SimpleNamespace):
+        if is_library(type(value).__module__) and not isinstance(value, _WATCHED):
             return
         slots = getattr(value, "__dict__", None)
         if isinstance(slots, dict):

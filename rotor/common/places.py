@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import random
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "LRU_CACHE",
     "MISSING",
     "Attribute",
     "ClosureCell",
@@ -226,8 +228,12 @@ class Contents(Place):
             self.owner.extend(value)
 
 
+LRU_CACHE: Any = type(functools.lru_cache(len))
+"""Type of functions that keep results."""
+
+
 class Inner(Place):
-    """State of an object that exposes it: a generator, an array, a file."""
+    """State of an object that exposes it: a generator, an array, a file, a function's cache."""
 
     __slots__ = ()
 
@@ -244,7 +250,7 @@ class Inner(Place):
         """True if the object is a generator: drawing from it changes it."""
         numpy = numpy_module()
         is_array = numpy is not None and isinstance(self.owner, numpy.ndarray)
-        return not is_array and not isinstance(self.owner, io.IOBase)
+        return not is_array and not isinstance(self.owner, io.IOBase | LRU_CACHE)
 
     def saved_bytes(self, device: torch.device) -> int:
         """Return the bytes of two states: the saved one, and the current one in a rerun."""
@@ -273,6 +279,8 @@ def state_of(owner: Any) -> Any:
             return owner.bit_generator.state
         if isinstance(owner, numpy.ndarray):
             return owner.copy()
+    if isinstance(owner, LRU_CACHE):
+        return owner.cache_info().currsize
     if isinstance(owner, io.IOBase):
         try:
             return owner.tell() if owner.readable() and owner.seekable() else MISSING
@@ -283,7 +291,10 @@ def state_of(owner: Any) -> Any:
 
 def _set_state(owner: Any, state: Any) -> None:
     numpy = numpy_module()
-    if isinstance(owner, io.IOBase):
+    if isinstance(owner, LRU_CACHE):
+        if state == 0:  # Single entries cannot be taken out.
+            owner.cache_clear()
+    elif isinstance(owner, io.IOBase):
         owner.seek(state)
     elif numpy is not None and isinstance(owner, numpy.ndarray):
         owner[...] = state

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,7 @@ __all__ = [
     "copied_arguments",
     "generators_kept",
     "gradients_aside",
+    "random_states",
     "random_states_kept",
     "training_flags_kept",
     "trial",
@@ -104,6 +106,12 @@ def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     finally:
         for restore in restores:
             restore()
+
+
+def random_states(modules: Iterable[nn.Module], device: torch.device) -> list[bytes]:
+    """Return the states of all these generators, and of PyTorch's default ones."""
+    own = [pickle.dumps(restore.args[-1]) for restore in map(state_of, generators(modules))]
+    return [*(state.tobytes() for _, state in RngTracker(device).read()), *own]
 
 
 # -- arguments

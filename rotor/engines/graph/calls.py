@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from rotor.common.tensor_trees import device_of
-from rotor.common.undisturbed import Trial
+from rotor.common.undisturbed import (
+    Trial,
+    generators_kept,
+    random_states,
+    random_states_kept,
+)
 
 logger = logging.getLogger("rotor")
 
@@ -46,16 +51,22 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     """Have a model prepare itself as in its first forward; return whether one completed.
 
     It runs twice without gradients, which fails for a forward that computes some itself. What the
-    second run does not change again stays; all else is as before.
+    second run does not change again stays; all else is as before. A model that draws random numbers
+    to prepare itself has to do that in a step.
     """
     device = device_of((args, kwargs), module)
     runs: list[Trial] = []
+    ends: list[list[bytes]] = []
     try:
         for _ in range(2):
             runs.append(Trial(module, (args, kwargs), device))
             given, named = runs[-1].arguments
-            with runs[-1].guarded(), torch.no_grad():
+            draws = random_states_kept(device), generators_kept(module.modules())
+            with runs[-1].guarded(), torch.no_grad(), draws[0], draws[1]:
                 module.forward(*given, **named)
+                ends.append(random_states(module.modules(), device))
+        if ends[0] != ends[1]:
+            raise RuntimeError("its first forward draws other random numbers than those after it")
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
         for run in reversed(runs):
