@@ -269,18 +269,15 @@ _FLAGS: tuple[Callable[[], Any], ...] = (
     torch._C._get_deterministic_algorithms_warn_only,
     torch._C._get_mkldnn_enabled,
     *_precision_readers(_CPU_PRECISIONS),
+    *_precision_readers(_CUDA_PRECISIONS),
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
 )
 _PLAIN_FLAGS = 3
-_CPU_FLAGS = len(_FLAGS)
-if _BLAS.is_built():
-    _FLAGS += (
-        *_precision_readers(_CUDA_PRECISIONS),
-        torch._C._get_cudnn_enabled,
-        torch._C._get_cudnn_benchmark,
-        torch._C._get_cudnn_deterministic,
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-    )
+_CPU_FLAGS = _PLAIN_FLAGS + len(_CPU_PRECISIONS)
 
 
 def backend_flags() -> tuple[Any, ...]:
@@ -296,8 +293,6 @@ def write_flags(flags: tuple[Any, ...]) -> None:
     for name, precision in zip((*_CPU_PRECISIONS, *_CUDA_PRECISIONS), precisions, strict=False):
         if torch._C._get_fp32_precision_getter(*name) != precision:
             torch._C._set_fp32_precision_setter(*name, precision)
-    if not others:
-        return
     cudnn, benchmark, deterministic, half, bfloat16 = others
     torch._C._set_cudnn_enabled(cudnn)
     torch._C._set_cudnn_benchmark(benchmark)

@@ -44,12 +44,6 @@ __all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "attach"]
 _FIRST_BYTES = 1 << 16
 """Size up to which a buffer is copied before the first forward, which may write to it."""
 
-_CHANGED = (
-    "{} of the model was changed in place since its forward began, by that forward or after it, "
-    "and this backward has to run it again: change it after the backward, or use the plain model "
-    "(chk.module) for such a backward"
-)
-
 _VERSION = attrgetter("_version")
 _CONSTANT_STEPS = 3
 """Steps in a row that find the same Python state, after which it is read no more."""
@@ -360,7 +354,7 @@ class Rerun:
                 result = forward(value)
                 for k, version, copy in ends:
                     if self._kept[k]._version != version or not torch.equal(self._kept[k], copy):
-                        raise RuntimeError(_CHANGED.format(f"parameter {unit.slots[k][1]}"))
+                        raise _changed(f"parameter {unit.slots[k][1]}")
             except BaseException:
                 for k, _, copy in ends:
                     self._kept[k].data.copy_(copy)
@@ -448,8 +442,16 @@ class Rerun:
         if _versions(tree_tensors(value)) != self._inputs:
             changed.append("an argument")
         if changed:
-            raise RuntimeError(_CHANGED.format(changed[0]))
+            raise _changed(changed[0])
         return found
+
+
+def _changed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} of the model was changed in place since its forward began, by that forward or "
+        "after it, and this backward has to run it again: change it after the backward, or use the "
+        "plain model (chk.module) for such a backward"
+    )
 
 
 @contextmanager
