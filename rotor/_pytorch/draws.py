@@ -20,7 +20,7 @@ from torch import nn
 
 from rotor._pytorch import core
 
-__all__ = ["Draws", "cached_draws_refused", "generators", "is_random", "state_of"]
+__all__ = ["Draws", "cached_draws_refused", "generators", "is_random", "state_of", "tensor_of"]
 
 
 def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -66,7 +66,12 @@ def state_of(generator: Any) -> functools.partial[Any]:
 
 
 def _write(generator: torch.Generator, state: bytes) -> None:
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    generator.set_state(tensor_of(state))
+
+
+def tensor_of(state: bytes) -> torch.Tensor:
+    """Return the state of a generator as a tensor that PyTorch's allocator does not count."""
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _kinds() -> tuple[type, ...]:

@@ -71,18 +71,19 @@ def with_views(output: Any) -> Any:
     A node gives its results apart: what is written to one of them would change others' values, and
     not their gradients.
     """
-    found = {id(t): t for t in output_tensors(output) if t.grad_fn is not None}
+    found = [t for t in output_tensors(output) if t.grad_fn is not None]
     if len(found) < 2:
         return output
     bases: dict[Any, torch.Tensor] = {}
-    for tensor in sorted(found.values(), key=torch.Tensor.numel, reverse=True):
+    views: dict[int, torch.Tensor] = {}
+    for tensor in sorted(found, key=torch.Tensor.numel, reverse=True):
         if tensor.layout == torch.strided:
             place = core.storage_identity(tensor), tensor.dtype
             base = bases.setdefault(place, tensor)
             if not backwards.are_related(base, tensor) and _covers(base, tensor):
                 geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
-                found[id(tensor)] = base.as_strided(*geometry)
-    return exchanged(output, found)
+                views[id(tensor)] = base.as_strided(*geometry)
+    return exchanged(output, views) if views else output
 
 
 def _covers(base: torch.Tensor, view: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import devices
+from rotor._pytorch.draws import tensor_of
 from rotor.common.tensor_trees import tree_tensors
 
 States = list[tuple[torch.Tensor, Any]]
@@ -54,8 +55,7 @@ class RngTracker:
         return partial(self._put_back, torch.default_generator.clone_state(), others)
 
     def _put_back(self, first: torch.Generator, others: list[bytes]) -> None:
-        states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in others]
-        self.write([(state, None) for state in (first.get_state(), *states)])
+        self.write([(state, None) for state in (first.get_state(), *map(tensor_of, others))])
 
     def drawn_since(self, states: States) -> bool:
         """Return whether random numbers were drawn since `states` was read."""
@@ -73,8 +73,7 @@ class UncountedStates(RngTracker):
 
     def read(self) -> States:
         """Return the current states."""
-        copies = [bytearray(array.tobytes()) for _, array in super().read()]
-        return [(s := torch.frombuffer(copy, dtype=torch.uint8), s.numpy()) for copy in copies]
+        return [(s := tensor_of(array.tobytes()), s.numpy()) for _, array in super().read()]
 
 
 class RngState:

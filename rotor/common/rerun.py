@@ -32,11 +32,7 @@ from rotor.common.modes import Modes
 from rotor.common.module_state import is_same
 from rotor.common.needs import Needs
 from rotor.common.substitutes import exchanged
-from rotor.common.tensor_trees import (
-    output_tensors,
-    tree_tensors,
-    with_tensors,
-)
+from rotor.common.tensor_trees import output_tensors, tree_tensors, with_tensors
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial
 
 __all__ = ["STEP", "Rerun", "StepNotes", "Surroundings", "Unit", "attach"]
