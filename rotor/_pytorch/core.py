@@ -142,14 +142,13 @@ def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
 
 def parts_of(value: Any) -> tuple[list[Any], Any] | None:
     """Return the parts of a tuple, list, dictionary and the like, and its structure, if it is."""
-    leaves, spec = _pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
+    itself = id(value)  # PyTorch's function is a cycle: what `is_leaf` holds, stays.
+    leaves, spec = _pytree.tree_flatten(value, is_leaf=lambda one: id(one) != itself)
     return None if len(leaves) == 1 and leaves[0] is value else (leaves, spec)
 
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
-
-
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 

@@ -125,9 +125,12 @@ class Ranks:
             except Exception as error:
                 outcome = None, error
         value, failure = self.broadcast(outcome)
-        if failure is not None:
-            raise failure
-        return value  # type: ignore[return-value]
+        try:
+            if failure is not None:
+                raise failure
+            return value  # type: ignore[return-value]
+        finally:
+            del outcome, failure  # Its traceback holds this frame, and all frames around it.
 
     def all_well(self, error: Exception | None) -> None:
         """Raise on every rank if one of them has an error.
@@ -144,7 +147,10 @@ class Ranks:
             if error is not None:
                 raise error
 
-        self.together(own)
+        try:
+            self.together(own)
+        finally:
+            del error
 
     def together(self, own: Callable[[], T]) -> list[T]:
         """Return what a function returns on each rank, in their order.
@@ -163,8 +169,11 @@ class Ranks:
             problem = error
         text = None if problem is None else f"{type(problem).__name__}: {problem}"
         found = self.exchange((value, text))
-        if problem is not None:
-            raise problem
+        try:
+            if problem is not None:
+                raise problem
+        finally:
+            del problem
         for rank, (_, message) in enumerate(found):
             if message is not None:
                 raise RankError(f"rank {rank} of {self.size} cannot go on: {message}")
