@@ -104,14 +104,10 @@ class Place:
         """Return the value, copied if running the stage would change it."""
         return copied(value, memo) if self.in_place else value
 
-    def saved_bytes(self, device: torch.device) -> int:
-        """Return the bytes on a device that a saved value holds."""
-        found = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in tensors_in(self.get())
-            if t.device == device and t.layout == torch.strided
-        }
-        return sum(found.values())
+    def state_bytes(self, device: torch.device) -> int:
+        """Return the bytes on a device of the states that a rerun holds, tensors aside."""
+        del device
+        return 0
 
     @property
     def is_generator(self) -> bool:
@@ -252,7 +248,7 @@ class Inner(Place):
         is_array = numpy is not None and isinstance(self.owner, numpy.ndarray)
         return not is_array and not isinstance(self.owner, io.IOBase | LRU_CACHE)
 
-    def saved_bytes(self, device: torch.device) -> int:
+    def state_bytes(self, device: torch.device) -> int:
         """Return the bytes of two states: the saved one, and the current one in a rerun."""
         state = self.get()
         is_here = isinstance(state, torch.Tensor) and device.type == "cpu"

@@ -28,7 +28,12 @@ from rotor.meter.allocator import MeterBusyError, storage_bytes
 from rotor.tier.offload import UnreachableError
 from rotor.units import exact_bytes
 
-__all__ = ["Attempts"]
+__all__ = ["TAKEN_OVER", "Attempts"]
+
+TAKEN_OVER = (
+    "The dynamic engine keeps the limit: from now on it runs the model, evicts and recomputes "
+    "while a step runs, and nothing is planned"
+)
 
 _ANSWERS = (
     InfeasibleError,
@@ -223,6 +228,34 @@ class Attempts:
         if key is None or not driver.order.refuse(key, call, reason):
             driver.drop_first(reason)
         return None if self._is_unspoilt else error
+
+    def by_dynamic(
+        self, driver: Any, key: Key, call: Call, refusal: InfeasibleError, make: Callable[[], Any]
+    ) -> Any:
+        """Return the dynamic engine's plan of steps for which a limit is too small otherwise.
+
+        Raises
+        ------
+        InfeasibleError
+            That engine cannot keep the limit either; the error with the least need.
+        """
+        order, context = driver.order, driver.context
+        if not order.refuse_size(key, call, str(refusal)):
+            raise refusal
+        try:
+            plan = make()
+            order.of(key).try_out(key, call)
+        except Exception as error:
+            order.hand_back(key, None)
+            context.plans.pop(key, None)
+            needs = [e for e in (refusal, error) if isinstance(e, InfeasibleError)]
+            raise min(needs, key=lambda e: e.minimum_bytes) from None
+        context.warn(
+            "small",
+            f"no schedule fits in the limit of {exact_bytes(plan.limit_bytes)}: such steps need "
+            f"{exact_bytes(refusal.minimum_bytes)} by a plan. {TAKEN_OVER}",
+        )
+        return plan
 
     def _report(self, driver: Any) -> None:
         """Warn of engines that failed, and of one that has taken the step over."""

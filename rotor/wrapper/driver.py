@@ -19,7 +19,7 @@ from torch import nn
 from rotor._pytorch import core, devices, fsdp
 from rotor.algorithms.curve import Curve
 from rotor.common.ends import with_views
-from rotor.common.frames import warn_caller
+from rotor.common.frames import release, warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
 from rotor.common.rerun import STEP
@@ -44,7 +44,7 @@ from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepWatch, cancel_running
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
-from rotor.wrapper.attempts import Attempts
+from rotor.wrapper.attempts import TAKEN_OVER, Attempts
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.habits import (
     RerunNotes,
@@ -325,14 +325,16 @@ class Driver:
             settings.mem_limit = plan.limit_bytes
         return self._install(key, plan)
 
-    def _first(self, key: Key) -> Any:
+    def _first(self, key: Key, call: Call) -> Any:
         """Plan a kind of step without a plan; no such steps are refused for their loss alone."""
         try:
             return self._make(key)
-        except InfeasibleError:
-            if self.context.learned_loss.pop(key.measured, None) is None:
-                raise
-            return self._make(key)
+        except InfeasibleError as error:
+            release(error)
+            refusal = error
+        if self.context.learned_loss.pop(key.measured, None) is not None:
+            return self._first(key, call)
+        return self._attempts.by_dynamic(self, key, call, refusal, lambda: self._make(key))
 
     def _install(self, key: Key, plan: Any) -> Any:
         plan.key = key
@@ -362,8 +364,9 @@ class Driver:
     ) -> Any:
         """Plan the following steps again; restore the previous state on failure."""
         settings, context = self.settings, self.context
-        engine = self.engines[0]
+        engine, refusals = self.engines[0], dict(context.refusals)
         key = context.measured_key() if engine.plans_ahead else None
+        self.order.ask_again()
         owner = engine if key is None else self.order.of(key)
         concerned = {engine, owner}
         before = (dict(vars(settings)), context.plans)
@@ -384,7 +387,7 @@ class Driver:
             return owner.result(plan)
         except BaseException:
             vars(settings).update(before[0])
-            context.plans = before[1]
+            context.plans, context.refusals = before[1], refusals
             for known, state in states:
                 vars(known).update(state)
             raise
@@ -523,7 +526,7 @@ class Driver:
                     return None
                 key = self.order.of(key).refined(key)
             old, make = plans.get(key), partial(self._make, key)
-            plan = self._first(key) if old is None else self.order.of(key).replan(old, make)
+            plan = self._first(key, call) if old is None else self.order.of(key).replan(old, make)
             warn_of_measuring(self.context, plan.limit_bytes, peak_bytes())
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)
@@ -548,8 +551,7 @@ class Driver:
             return self._install(key, plan)
         self.context.warn(
             "over",
-            f"{plan.describe_excess()}. The dynamic engine keeps the limit: from now on it runs "
-            "the model, evicts and recomputes while a step runs, and nothing is planned",
+            f"{plan.describe_excess()}. {TAKEN_OVER}",
         )
         return taken
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rotor.engines.contract import Call, Context, Engine, Key, Refusal
+from rotor.engines.dynamic.engine import DynamicEngine
+from rotor.engines.sequential import SequentialEngine
 from rotor.wrapper.registry import engines_for
 
 __all__ = ["Order"]
@@ -49,6 +51,22 @@ class Order:
         self._context.refusals[key.measured] = Refusal(number + 1, device, reason, why)
         self.taken_over[self.engines[number + 1]] = reason
         return True
+
+    def refuse_size(self, key: Key, call: Call, reason: str) -> bool:
+        """Hand steps too large for a chain to the dynamic engine; return False without one."""
+        settings, engines = self._context.settings, self.engines
+        if not isinstance(self.of(key), SequentialEngine) or self._context.peers.ranks is not None:
+            return False
+        if len(engines) == 1 and settings.preserve_rng_state:
+            engines.append(DynamicEngine(self._context))
+        handed_over = self.refuse(key, call, reason)
+        self.taken_over.clear()
+        return handed_over
+
+    def ask_again(self) -> None:
+        """Return steps that were too large for a chain, before another limit."""
+        if isinstance(self.engines[0], SequentialEngine):
+            self._context.refusals.clear()
 
     def hand_back(self, key: Key, before: Refusal | None) -> None:
         """Return a kind of step to its former engine."""

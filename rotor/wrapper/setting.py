@@ -61,6 +61,7 @@ def checked_loss_bytes(size: int | str) -> int:
 def plan_anew(driver: Any) -> None:
     """Drop all plans of a driver: the following steps are planned by its settings as they are."""
     driver.context.plans = {}
+    driver.order.ask_again()
     for engine in driver.engines:
         engine.begin_planning()
 

@@ -26,6 +26,7 @@ _BYTES = (
     "xbar_bytes",
     "grad_bytes",
     "buffer_bytes",
+    "left_bytes",
 )
 _TEMPORARY = ("forward_tmp_bytes", "forward_nograd_tmp_bytes", "backward_peak_bytes")
 

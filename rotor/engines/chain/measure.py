@@ -10,7 +10,7 @@ autocast's cache are as before.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from statistics import median_low
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from rotor import _core, timing
-from rotor._pytorch import devices
+from rotor._pytorch import core, devices
 from rotor._pytorch.casts import casts_are_shared
 from rotor.algorithms.sequence import Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
 from rotor.common.generators import autocast_off
-from rotor.common.places import Saved
+from rotor.common.places import Place, Saved, tensors_in
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
 from rotor.common.undisturbed import gradients_aside, trial
 from rotor.engines.chain.alike import TimedStage, structure_of
@@ -48,6 +48,10 @@ _NS_PER_STAGE = 2_000_000_000
 
 def _bytes(tensors: Sequence[torch.Tensor | None], device: torch.device) -> int:
     return allocator.storage_bytes(t for t in tensors if t is not None and t.device == device)
+
+
+def _tensors_of(places: Iterable[Place]) -> list[torch.Tensor]:
+    return [tensor for place in places for tensor in tensors_in(place.get())]
 
 
 class Measuring:
@@ -93,6 +97,7 @@ class Measuring:
         self.observations = observations
         self.last_input: Any = None
         self._state = Saved([])
+        self._known = tree_tensors(arg)
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._least_rounds, self._most_rounds = _FEW_ROUNDS if few_rounds else _ROUNDS
         self._timed: dict[Hashable, TimedStage] = {}
@@ -125,7 +130,9 @@ class Measuring:
             else:
                 forward, record, backward = self._times(i, kept)
             self._reset()
+            before = _tensors_of(stage.state)
             self._forward(i, kept)
+            left = self._left(stage, before)
             self._put_parameters()
         if structure is not None and earlier is None:
             self._timed[structure] = TimedStage(metered[0], rough_ns, (forward, record, backward))
@@ -154,7 +161,9 @@ class Measuring:
                 [slots[name] for slots, name in (*(stage.mutable_buffers or ()), *stage.written)],
                 self.device,
             )
-            + sum(place.saved_bytes(self.device) for place in stage.state),
+            + _bytes(_tensors_of(p for p in stage.state if p.in_place), self.device)
+            + sum(place.state_bytes(self.device) for place in stage.state),
+            left_bytes=left,
             varies=not seen.repeats,
             leaves=bool(seen.leaves)
             or seen.is_fed
@@ -178,6 +187,22 @@ class Measuring:
             back.peak_bytes - level,
         )
         return output_bytes, gradient, parameters, figures
+
+    def _left(self, stage: Stage, before: list[torch.Tensor]) -> int:
+        """Return the bytes of tensors that a stage has put into state, each storage once."""
+        known = {
+            core.storage_identity(part)
+            for t in (*before, *self._known)
+            for part in core.strided_parts(t)
+        }
+        made = [
+            part
+            for tensor in _tensors_of(stage.state)
+            for part in core.strided_parts(tensor)
+            if core.storage_identity(part) not in known
+        ]
+        self._known += made
+        return _bytes(made, self.device)
 
     def _structure(self, i: int, x: Any) -> Hashable | None:
         return structure_of(self.stages[i], x, self.run.flags_of(i), self.observations[i])

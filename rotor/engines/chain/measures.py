@@ -43,7 +43,9 @@ class StageMeasure:
     uses_rng
         True if a forward draws random numbers.
     buffer_bytes
-        Buffers that a forward changes, and tensors in other state that it depends on.
+        Copies that a rerun needs: of buffers and of other state that a forward writes to.
+    left_bytes
+        Tensors that a forward leaves in other state, and that no earlier stage has left there.
     varies
         True if two runs from the same state gave different bits.
     leaves
@@ -65,6 +67,7 @@ class StageMeasure:
     flags: Flags
     uses_rng: bool
     buffer_bytes: int
+    left_bytes: int
     varies: bool = False
     leaves: bool = False
 

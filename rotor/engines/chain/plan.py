@@ -139,6 +139,9 @@ def executor_bytes(
     recomputed = [m for m, count in measures if count > 1]
     kept = scalar_bytes(inspection.device.type)
     kept += sum(m.buffer_bytes for m in recomputed)
+    if recomputed:
+        # Hooks and attributes hold them when the stage that left them has been dropped.
+        kept += sum(m.left_bytes for m, _ in measures)
     # The last run of a stage takes the copy itself, an earlier one a copy of the copy.
     kept += max((m.buffer_bytes for m, count in measures if count > 2), default=0)
     if rng:
