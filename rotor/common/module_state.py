@@ -7,7 +7,10 @@ A `Watch` notes all of it, finds what has changed since, and puts it back.
 
 from __future__ import annotations
 
+import csv
 import functools
+import gc
+import io
 import queue
 import random
 import sys
@@ -35,6 +38,7 @@ from rotor.common.places import (
     numpy_module,
     state_of,
 )
+from rotor.common.streams import is_file
 
 __all__ = ["Watch", "is_library", "is_same", "is_scalar"]
 
@@ -42,7 +46,7 @@ _Identities = Collection[tuple[int, Any]] | None
 
 _MOST_CELLS = 100_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_WATCHED: tuple[type, ...] = (types.SimpleNamespace, queue.Queue)
+_WATCHED: tuple[type, ...] = (types.SimpleNamespace, queue.Queue, csv.DictWriter)
 """Kinds of objects of libraries whose attributes are watched."""
 
 _CODE: Any = (
@@ -243,6 +247,10 @@ class Watch:
     ----------
     generators
         Names of running generators (functions with ``yield``), which cannot be set back.
+    files
+        Open files that can be written to.
+    streams
+        Names of other streams that can be written to, and cannot be set back.
     """
 
     most: ClassVar[int] = _MOST_CELLS
@@ -264,6 +272,8 @@ class Watch:
         self._own: set[int] = set()
         self._slots: set[int] = set()
         self.generators: list[str] = []
+        self.files: list[Any] = []
+        self.streams: list[str] = []
         modules = list(modules)
         for _, module in modules:
             if isinstance(module, nn.Module):
@@ -314,10 +324,18 @@ class Watch:
                 self._waiting.append((name, value.__wrapped__, None))
         elif state_of(value) is not MISSING:
             self._state(name, value)
-        elif hasattr(value, "__next__"):
+        elif isinstance(value, io.IOBase) and is_library(type(value).__module__):
+            self._stream(name, value)
+        elif hasattr(value, "__next__") and not isinstance(value, io.IOBase):
             self._mutable(value, holder)
         else:
             self._object(name, value)
+
+    def _stream(self, name: str, value: io.IOBase) -> None:
+        if is_file(value):
+            self.files.append(value)
+        elif not value.closed and value.writable():
+            self.streams.append(name)
 
     def _module(self, name: str, module: nn.Module) -> None:
         slots, internals = vars(module), self.internals
@@ -362,6 +380,8 @@ class Watch:
         if isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._waiting.append((name, part, None))
+        elif isinstance(getattr(value, "__self__", None), io.IOBase):
+            self._waiting.append((name, value.__self__, None))
         elif isinstance(value, types.MethodType):
             self._waiting += [(name, value.__self__, None), (name, value.__func__, None)]
         elif isinstance(value, types.FunctionType) and not is_library(value.__module__):
@@ -378,6 +398,10 @@ class Watch:
 
     def _object(self, name: str, value: Any) -> None:
         if is_library(type(value).__module__) and not isinstance(value, _WATCHED):
+            # A writer of tables, or a file that is temporary, holds a stream.
+            held = [*gc.get_referents(value), *getattr(value, "__dict__", {}).values()]
+            streams = [getattr(one, "__self__", one) for one in held]
+            self._waiting += [(name, one, None) for one in streams if isinstance(one, io.IOBase)]
             return
         slots = getattr(value, "__dict__", None)
         if isinstance(slots, dict):

@@ -32,6 +32,8 @@ __all__ = [
     "tensors_in",
 ]
 
+_IN_MEMORY: Any = io.StringIO | io.BytesIO
+
 MISSING: Any = object()
 """Value of a place that does not exist."""
 
@@ -279,7 +281,9 @@ def state_of(owner: Any) -> Any:
         return owner.cache_info().currsize
     if isinstance(owner, io.IOBase):
         try:
-            return owner.tell() if owner.readable() and owner.seekable() else MISSING
+            if isinstance(owner, _IN_MEMORY):
+                return owner.__getstate__()
+            return owner.tell() if not owner.writable() and owner.seekable() else MISSING
         except (OSError, ValueError):
             return MISSING
     return MISSING
@@ -290,6 +294,8 @@ def _set_state(owner: Any, state: Any) -> None:
     if isinstance(owner, LRU_CACHE):
         if state == 0:  # Single entries cannot be taken out.
             owner.cache_clear()
+    elif isinstance(owner, _IN_MEMORY):
+        owner.__setstate__(state)
     elif isinstance(owner, io.IOBase):
         owner.seek(state)
     elif numpy is not None and isinstance(owner, numpy.ndarray):

@@ -142,15 +142,14 @@ class Ranks:
         RankError
             On the others; it names the rank and its error.
         """
+        failures = [] if error is None else [error]
+        del error  # No frame of the traceback may hold it.
 
         def own() -> None:
-            if error is not None:
-                raise error
+            if failures:
+                raise failures.pop()
 
-        try:
-            self.together(own)
-        finally:
-            del error
+        self.together(own)
 
     def together(self, own: Callable[[], T]) -> list[T]:
         """Return what a function returns on each rank, in their order.

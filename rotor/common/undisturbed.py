@@ -12,7 +12,7 @@ import gc
 import pickle
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from rotor._pytorch import backwards, core, traces
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.generators import RngTracker
 from rotor.common.module_state import Watch
+from rotor.common.streams import silence
 
 __all__ = [
     "Trial",
@@ -237,7 +238,7 @@ class Trial:
     Raises
     ------
     Untriable
-        An argument cannot be copied, or a running generator cannot be set back.
+        An argument cannot be copied, or a running generator or a stream cannot be set back.
     """
 
     def __init__(
@@ -258,6 +259,12 @@ class Trial:
                 f"{self._watch.generators[0]} is a running generator (a function with yield), "
                 "which measuring would move on and nothing can set back: keep a list or an "
                 'iterator of one there, or use engine="dynamic", which measures nothing'
+            )
+        if self._watch.streams:
+            raise Untriable(
+                f"{self._watch.streams[0]} is a stream, neither a file nor in memory, to which "
+                "measuring would write and which nothing can set back: keep an open file or an "
+                'io.StringIO there, or use engine="dynamic", which measures nothing'
             )
         self.arguments = copied_arguments(arguments)
         modules = [m for _, root in roots if isinstance(root, nn.Module) for m in root.modules()]
@@ -283,8 +290,12 @@ class Trial:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Keep the bytes of tensors that are written to in the context, until they are put back."""
-        with self._writes:
+        with self._writes, self.silent():
             yield
+
+    def silent(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is printed, or written to the model's files."""
+        return silence(self._watch.files)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -355,7 +366,7 @@ def trial(
     """Run what is in the context without a trace; for the parameters and errors see `Trial`."""
     made = Trial(roots, arguments, device, is_guarded=is_guarded, is_sharded=is_sharded)
     try:
-        with made.guarded() if is_guarded else nullcontext():
+        with made.guarded() if is_guarded else made.silent():
             yield made
     finally:
         made.end()

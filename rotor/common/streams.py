@@ -1,0 +1,95 @@
+"""Silence of trials: what their code prints, or writes to files, nobody reads.
+
+The descriptor of a file leads nowhere meanwhile, whichever object writes to it: so files opened for
+appending, and pipes, are as they were.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+__all__ = ["is_file", "silence"]
+
+_FILES: Any = io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom | io.FileIO
+
+
+def is_file(stream: Any) -> bool:
+    """Return whether a stream is an open file, with nothing but buffers in between, to write to."""
+    while isinstance(stream, _FILES):
+        if stream.closed or not stream.writable():
+            return False
+        if isinstance(stream, io.FileIO):
+            return True
+        stream = stream.buffer if isinstance(stream, io.TextIOWrapper) else stream.raw
+    return False
+
+
+class _Unheard:
+    """Standard stream that one thread writes to in vain.
+
+    Parameters
+    ----------
+    stream
+        The stream, which other threads write to. Warnings are written too: they may come only once.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> Any:
+        """Write, unless the thread is the one that made this."""
+        of_warnings = sys._getframe(1).f_globals.get("__name__") == "warnings"
+        if of_warnings or threading.get_ident() != self._thread:
+            return self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def silence(files: Iterable[Any]) -> Iterator[None]:
+    """Let nothing come out in the context of what is written to files, and what is printed."""
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(_unwritten(file))
+        standard = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+        unheard = {name: _Unheard(stream) for name, stream in standard.items() if stream}
+        vars(sys).update(unheard)
+        try:
+            yield
+        finally:
+            for name, stream in unheard.items():
+                if getattr(sys, name) is stream:
+                    setattr(sys, name, standard[name])
+
+
+@contextmanager
+def _unwritten(file: Any) -> Iterator[None]:
+    file.flush()
+    number, position = file.fileno(), file.tell() if file.seekable() else None
+    is_inherited, kept = os.get_inheritable(number), os.dup(number)
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, number, is_inherited)
+        os.close(nowhere)
+        yield
+    finally:
+        if not file.closed:
+            file.flush()
+            os.dup2(kept, number, is_inherited)
+            if position is not None:
+                file.seek(position)
+        os.close(kept)
