@@ -31,7 +31,6 @@ __all__ = [
 _REQUIRED = (
     "_dynamo.callback.callback_handler.register_end_callback",
     "_dynamo.callback.callback_handler.register_start_callback",
-    "_dynamo.config.ignore_logging_functions",
     "_dynamo.config.reorderable_logging_functions",
     "_dynamo.convert_frame.compile_lock",
     "_dynamo.eval_frame.cached_backends",
@@ -53,6 +52,8 @@ _REQUIRED = (
     "_dynamo.variables.builder.VariableBuilder._wrap",
     "_dynamo.variables.builtin.BuiltinVariable",
     "_dynamo.variables.tensor.TensorVariable.call_method",
+    "_dynamo.variables.misc.DebuggingVariable.call_function",
+    "_dynamo.variables.misc.LoggingLoggerVariable.call_method",
     "_dynamo.variables.torch.TorchInGraphFunctionVariable.call_function",
     "_dynamo.variables.torch.tracing_state_functions",
     "_functorch._aot_autograd.descriptors.BackwardTokenAOTInput",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import threading
 import warnings
 from collections import deque
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rotor._pytorch import asked_gradients, captures
 from rotor._pytorch.constant_branches import constant_branches
 from rotor._pytorch.draws import Draws, cached_draws_refused
+from rotor._pytorch.said import SAYING, said_later
 from rotor._pytorch.scripts import functions_run_whole
 
 __all__ = ["Branches", "CapturingAgain", "capturing"]
@@ -65,7 +65,7 @@ class Branches:
 
 @contextmanager
 def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
-    """Let captured code log in the context: its loggers are silent, ``print`` is delayed.
+    """Let captured code print, log and warn in the context: what it says comes after its graph.
 
     Garbage is left to the caller.
 
@@ -79,8 +79,6 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     from torch._dynamo import config, convert_frame
     from torch._functorch import config as of_backwards
 
-    names = [name for name in dir(logging.Logger) if not name.startswith("_")]
-    ignored = {f for f in (getattr(logging.Logger, name) for name in names) if callable(f)}
     # Without decompositions, that round otherwise, of add_(alpha=), addcmul_ and addcdiv_.
     # A hook that is registered or removed later makes another graph.
     wanted = {
@@ -90,13 +88,13 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     }
     kept: Any = {name: value for name, value in wanted.items() if hasattr(config, name)}
     settings = config.patch(
-        ignore_logging_functions=config.ignore_logging_functions | ignored,
-        reorderable_logging_functions=config.reorderable_logging_functions | {print},
+        reorderable_logging_functions=config.reorderable_logging_functions | SAYING,
         **kept,
     )
     with (
         convert_frame.compile_lock,  # Code captured by another thread would see what is patched.
         settings,
+        said_later(),
         # A backward is outside of the autocast of its forward.
         of_backwards.patch(backward_pass_autocast="off"),
         warnings.catch_warnings(),
@@ -282,7 +280,7 @@ def _layouts_of_outputs() -> Iterator[None]:
 def _unordered_settings() -> Iterator[None]:
     """Have dynamo's metrics say nothing of settings that they cannot write.
 
-    PyTorch 2.11 sorts the functions of ``ignore_logging_functions``, and logs an error.
+    PyTorch 2.11 sorts functions that are settings, and logs an error.
     """
     from torch._dynamo import utils
 

@@ -255,6 +255,8 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
     signature, tensors = guards.signature(args[1:], kwargs)
     traced: Any = TorchHigherOrderOperatorVariable.make(region)
     tracing.is_inside = tracing.traced = True
+    said = tx.output.root_tx.debug_locals
+    saying = len(said)
     # Dynamo would take an earlier trace by its guards, which leave out the classes of modules.
     kept = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(region)
     kept.subgraph_reuse_cache.pop(code, None)
@@ -268,6 +270,10 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
     if len(fresh) != 1:
         tracing.refused.add(code)
         tracing.note("dynamo keeps no trace of them that could stand for another")
+        return result
+    if len(said) != saying:
+        tracing.refused.add(code)
+        tracing.note("the forward prints or logs")
         return result
     ((condition, entry),) = fresh
     if guards.reads_gradients(guarded.name for guarded, *_ in condition.guards):

@@ -1,4 +1,4 @@
-"""Silence of trials: what their code prints, or writes to files, nobody reads.
+"""Silence of trials: what their code prints, logs or writes to files, nobody reads.
 
 The descriptor of a file leads nowhere meanwhile, whichever object writes to it: so files opened for
 appending, and pipes, are as they were.
@@ -7,6 +7,7 @@ appending, and pipes, are as they were.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import threading
@@ -16,6 +17,8 @@ from typing import Any
 
 __all__ = ["is_file", "silence"]
 
+_HEARD = ("rotor", "torch")
+"""Loggers that say what is true of a trial."""
 _FILES: Any = io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom | io.FileIO
 
 
@@ -61,8 +64,9 @@ class _Unheard:
 
 @contextmanager
 def silence(files: Iterable[Any]) -> Iterator[None]:
-    """Let nothing come out in the context of what is written to files, and what is printed."""
+    """Let nothing come out in the context that is written to files, printed or logged."""
     with ExitStack() as stack:
+        stack.enter_context(_unlogged())
         for file in files:
             stack.enter_context(_unwritten(file))
         standard = {name: getattr(sys, name) for name in ("stdout", "stderr")}
@@ -74,6 +78,24 @@ def silence(files: Iterable[Any]) -> Iterator[None]:
             for name, stream in unheard.items():
                 if getattr(sys, name) is stream:
                     setattr(sys, name, standard[name])
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    thread = threading.get_ident()
+
+    def is_heard(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.name.partition(".")[0] in _HEARD
+
+    known = vars(logging)["_handlerList"]  # A filter of a logger sees nothing of its children's.
+    handlers = [handler for reference in known if (handler := reference())]
+    for handler in handlers:
+        handler.addFilter(is_heard)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_heard)
 
 
 @contextmanager
