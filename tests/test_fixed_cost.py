@@ -1,5 +1,7 @@
 """What a settled step reads: states once, and the functions of classes only after a change."""
 
+import os
+import sys
 from collections import Counter
 
 import pytest
@@ -93,6 +95,25 @@ def test_a_settled_step_reads_the_random_state_once_at_most(engine, times, monke
     for _ in range(3):
         _step(limited)
     assert calls == Counter(kept=3 * times)
+
+
+@pytest.mark.parametrize(("engine", "most"), [("chain", 160), ("graph", 246)])
+def test_a_settled_step_calls_few_functions(engine, most):
+    _, limited = _settled(engine)
+    home, calls = os.path.dirname(rotor.__file__), Counter()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(home):
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        _step(limited)
+    finally:
+        sys.setprofile(None)
+    assert calls.total() <= most, calls.most_common(20)
+    # The bytes in use, on the heap of the C library, are slow to count.
+    assert not calls["level"]
 
 
 @pytest.mark.parametrize("engine", ["chain", "graph"])

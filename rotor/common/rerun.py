@@ -107,8 +107,11 @@ class Unit:
         """Return the training flag of every module."""
         return [module.training for module in self.modules]
 
-    def note_written(self, values: list[Any]) -> Iterable[int]:
+    def note_written(self) -> Iterable[int]:
         """Note which buffers forwards write to; return the numbers of those to copy."""
+        if not self.buffers:
+            return ()
+        values = list(self.read_buffers())
         now = [*zip(map(id, values), _versions(values), strict=True)]
         before, self._versions = self._versions, now
         if before is None:
@@ -232,12 +235,12 @@ class Rerun:
         self._notes = STEP.get()
         self._modes = Modes(devices.type_of(device))
         self._flags = unit.flags()
-        buffers = list(unit.read_buffers())
-        written = unit.note_written(buffers)
-        copies = {k: None if buffers[k] is None else buffers[k].detach().clone() for k in written}
-        self._before: dict[int, torch.Tensor | None] = copies
-        others = [None if k in self._before else buffer for k, buffer in enumerate(buffers)]
-        self._kept = [*unit.read_parameters(), *others]
+        self._kept = [*unit.read_parameters(), *unit.read_buffers()]
+        self._before: dict[int, torch.Tensor | None] = {}
+        first = len(unit.parameters)
+        for k in unit.note_written():
+            buffer, self._kept[first + k] = self._kept[first + k], None
+            self._before[k] = None if buffer is None else buffer.detach().clone()
         self._versions = _versions(self._kept)
         tensors = tree_tensors(value)
         self._value = with_tensors(value, tensors if is_whole else _let_go(tensors))

@@ -16,16 +16,22 @@ from rotor._pytorch import core
 
 Flags = tuple[bool, ...]
 
+_CONTAINERS = frozenset((tuple, list, dict))
+
 
 def tree_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a value, in order; plain containers are walked without pytrees."""
     if isinstance(value, torch.Tensor):
         return [value]
     kind = type(value)
-    if kind is tuple or kind is list:
-        return [tensor for part in value for tensor in tree_tensors(part)]
-    if kind is dict:
-        return [tensor for part in value.values() for tensor in tree_tensors(part)]
+    if kind in _CONTAINERS:
+        found = []
+        for part in value.values() if kind is dict else value:
+            if isinstance(part, torch.Tensor):
+                found.append(part)
+            elif part is not None and (type(part) not in _CONTAINERS or part):
+                found += tree_tensors(part)
+        return found
     if value is None or isinstance(value, int | float | str):
         return []
     return [leaf for leaf in core.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]

@@ -48,11 +48,13 @@ class Around:
         self._unit, self._inspection, self._schedule = unit, inspection, schedule
         self._is_whole, self._arg = is_whole, None
         self._rerun: Rerun | None = None
-        self._start_bytes = devices.level(inspection.device) if is_whole else None
+        # The heap of the C library is slow to count, and only a schedule's own stages need it.
+        counts = is_whole and schedule.tail > schedule.head
+        self._start_bytes = devices.level(inspection.device) if counts else None
         self._hooks, self._is_hooked = 0, False
         if schedule.tail == schedule.head:
             # A step that leaves all to plain autograd too shows which buffers forwards write to.
-            unit.note_written(list(unit.read_buffers()))
+            unit.note_written()
         elif schedule.head == 0:
             self.begin(arg)
 
