@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# First: where it was not built, _core.py exchanges the folder of all that follows.
+from rotor import _core  # noqa: F401
 from rotor.chain import Chain
 from rotor.errors import (
     CaptureError,

@@ -29,7 +29,9 @@ _UNITS = {
     "g": 1 << 30,
     "t": 1 << 40,
 }
-_TEXT = re.compile(r"\s*(\d+|\d*\.\d+|\d+\.)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_TEXT = re.compile(
+    r"\s*(\d+|\d*\.\d+|\d+\.)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE
+)
 _EXPECTED = 'expected a positive number of bytes, or text such as "700MiB" or "8 GB"'
 
 
@@ -40,9 +42,9 @@ def parse_bytes(value: object, name: str = "mem_limit") -> int:
     ----------
     value
         A whole number (an ``int``, a NumPy integer, a ``float`` without a fraction), or text: a
-        decimal number and a unit out of ``B``, ``KB MB GB TB`` (powers of 1000) and
-        ``KiB MiB GiB TiB`` or ``K M G T`` (powers of 1024), in any case and with any spaces
-        between; bytes where without a unit. A fraction of a byte is rounded to the nearest.
+        decimal number such as 1.5 or 1e9, and a unit out of ``B``, ``KB MB GB TB`` (powers of
+        1000) and ``KiB MiB GiB TiB`` or ``K M G T`` (powers of 1024), in any case and with any
+        spaces between; bytes where without a unit. A fraction of a byte is rounded to the nearest.
     name
         Name of the value in error messages.
 
@@ -85,11 +87,11 @@ def parse_bytes(value: object, name: str = "mem_limit") -> int:
 
 def _parse_text(text: str, name: str) -> int:
     match = _TEXT.fullmatch(text)
-    if match is None or match[2].lower() not in _UNITS:
+    if match is None or match[3].lower() not in _UNITS:
         raise ValueError(f"{name} = {text!r} cannot be read; {_EXPECTED}")
     whole, _, fraction = match[1].partition(".")
     scale: int = 10 ** len(fraction)
-    scaled: int = int(whole + fraction) * _UNITS[match[2].lower()]
+    scaled: int = int(whole + fraction) * _UNITS[match[3].lower()] * 10 ** int(match[2] or 0)
     return (2 * scaled + scale) // (2 * scale)
 
 

@@ -17,6 +17,7 @@ import rotor
 from rotor.algorithms.curve import Curve
 from rotor.commands.curve import curve_text
 from rotor.graph import Graph, Profile, Program
+from rotor.meter import allocator
 
 FACTORY = """
 import torch
@@ -322,6 +323,16 @@ def test_a_tiny_limit_is_questioned(capsys):
     assert "rotor: --limit 700 is 700 bytes, less than 1 MiB: was 700MiB or 700GiB meant?" in err
     code, _, err = run(capsys, "curve", *CHAIN, "--limit", "2G", "--points", 2)
     assert (code, "less than 1 MiB" in err) == (0, False)
+
+
+def test_limits_in_percent_are_of_free_memory(capsys, monkeypatch):
+    monkeypatch.setattr(allocator, "free_bytes", lambda _: 8_000_000)
+    for given, limit in (("50%", 4_000_000), ("27.5 %", 2_200_000), ("2e6", 2 * 10**6)):
+        data = data_of(capsys, "curve", *CHAIN, "--limit", given, "--no-plain")
+        assert data["limit_bytes"] == limit
+    code, _, err = run(capsys, "plan", "net.py:chain", "--limit", "120%")
+    assert code == 2
+    assert "at most 100% of 8000000" in err
 
 
 def test_the_curve_of_a_graph(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -64,6 +65,41 @@ def wheel(unpacked):
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", cwd=unpacked)
     (archive,) = (unpacked / "dist").glob("*.whl")
     return archive
+
+
+def unbuilt_clone(folder: Path) -> Path:
+    clone = folder / "clone"
+    shutil.copytree(ROOT / "rotor", clone / "rotor", ignore=LEFT_OUT)
+    return clone
+
+
+def test_a_clone_that_is_not_built_has_the_installed_package(tmp_path):
+    clone, site = unbuilt_clone(tmp_path), tmp_path / "site"
+    shutil.copytree(ROOT / "rotor", site / "rotor", ignore=LEFT_OUT)
+    shutil.copytree(ROOT / "models", site / "rotor/models", ignore=LEFT_OUT)
+    shutil.copy(importlib.util.find_spec("rotor._core").origin, site / "rotor")
+    code = "import rotor.models, rotor.simrd as s; print(rotor.models.__file__, s.__file__)"
+    said = run(sys.executable, "-c", code, cwd=clone, environment={"PYTHONPATH": str(site)})
+    assert said.split() == [
+        str(site / "rotor" / name / "__init__.py") for name in ("models", "simrd")
+    ]
+    said = run(
+        sys.executable, "-m", "rotor", "--version", cwd=clone, environment={"PYTHONPATH": str(site)}
+    )
+    assert said.startswith("rotor ")
+
+
+def test_a_clone_without_an_installed_package_says_what_to_do(tmp_path):
+    clone = unbuilt_clone(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import rotor"],
+        cwd=clone,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert f"run `pip install -e .` in {clone}" in done.stderr
+    assert "circular" not in done.stderr
 
 
 def files_under(folder: str, *suffixes: str) -> set[str]:

@@ -77,7 +77,9 @@ def test_bytes_are_read(value, expected):
         "0",
         "0 GB",
         "-1 GB",
-        "1e9",
+        "1e",
+        "1e-9",
+        "1e999",
         "1,5 GB",
         "1.5.5 GB",
         ".",
@@ -101,6 +103,14 @@ def test_what_is_not_a_positive_number_of_bytes_is_refused(value):
 def test_other_types_are_refused(value):
     with pytest.raises(TypeError, match=r"^mem_limit must be a number or text"):
         parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1e9", 10**9), ("1.5E3 MiB", 1500 << 20), ("2e+0KB", 2000), ("5e0g", 5 << 30)],
+)
+def test_powers_of_ten_are_read(text, count):
+    assert parse_bytes(text) == count
 
 
 @given(st.integers(1, LARGEST_BYTES))

@@ -140,6 +140,82 @@ def test_wrong_options():
         chk(images(), targets=(1,))
 
 
+def test_a_limit_in_the_place_of_the_sample_is_asked_about():
+    for model in (conv_net(), nn.Linear(2, 2)):
+        for given in ("1MiB", 1 << 20):
+            with pytest.raises(TypeError, match=f"did you mean mem_limit={given!r}"):
+                rotor.Checkpointable(model, given)
+
+
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+ENGINES = {
+    "chain": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+    "graph": Doubling,
+    "dynamic": Doubling,
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_target_needs_no_tuple(engine):
+    model, x, labels = ENGINES[engine](), torch.randn(4, 8), torch.arange(4)
+    chk = rotor.Checkpointable(
+        copy.deepcopy(model), mem_limit="1GiB", engine=engine, loss_fn=nn.functional.cross_entropy
+    )
+    expected = nn.functional.cross_entropy(model(x), labels)
+    expected.backward()
+    for _ in range(2):
+        chk.zero_grad()
+        loss = chk(x, targets=labels)
+        loss.backward()
+    assert torch.equal(loss, expected)
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(chk.parameters(), model.parameters(), strict=True)
+    )
+    with torch.no_grad():
+        assert torch.equal(chk(x, targets=labels), expected)
+        assert torch.equal(chk(x, targets=[labels]), expected)
+    if engine != "dynamic":
+        assert chk.measure(x, targets=labels) is not None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_of_the_output_alone_takes_no_targets(engine):
+    model, x = ENGINES[engine](), torch.randn(4, 8)
+    chk = rotor.Checkpointable(
+        copy.deepcopy(model), mem_limit="1GiB", engine=engine, loss_fn=torch.sum
+    )
+    expected = model(x)
+    expected.sum().backward()
+    for _ in range(2):
+        chk.zero_grad()
+        loss = chk(x, targets=())
+        loss.backward()
+    assert torch.equal(loss, expected.sum())
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(chk.parameters(), model.parameters(), strict=True)
+    )
+    # Without targets= it is the output, of another kind of step.
+    output = chk(x)
+    output.sum().backward()
+    assert torch.equal(output, expected)
+    with torch.no_grad():
+        assert torch.equal(chk(x, targets=()), expected.sum())
+    chk.eval()
+    assert torch.equal(chk(x), expected)
+
+
 def test_infeasible_names_the_least_bytes():
     with pytest.raises(rotor.InfeasibleError) as caught:
         rotor.Checkpointable(conv_net(), images(), "10KB")

@@ -10,6 +10,7 @@ from typing import Any
 from rotor.algorithms.curve import Curve
 from rotor.commands import add_output, examples, give, tell
 from rotor.commands.model import (
+    LIMIT,
     UNKNOWN,
     Subject,
     add_model,
@@ -49,7 +50,7 @@ def add(commands: Any) -> None:
     add_model(sub)
     add_profile(sub)
     add_offload(sub)
-    sub.add_argument("--limit", metavar="BYTES", help='mark a limit, such as 700MiB or "8 GB"')
+    sub.add_argument("--limit", metavar="BYTES", help=f"mark a limit, {LIMIT}")
     sub.add_argument(
         "--points",
         type=int,

@@ -347,11 +347,6 @@ def device_of(name: str | None) -> torch.device:
         raise ValueError(f"--device {error}") from None
 
 
-def no_targets(device: torch.device) -> tuple[Any, ...]:
-    """Return targets of a loss that uses none."""
-    return (torch.zeros(1, device=device),)
-
-
 def seed(number: int) -> None:
     """Seed the generators that parameters are drawn from."""
     torch.manual_seed(number)
@@ -366,7 +361,6 @@ def measured(
     effort: str = "",
     profile: Profile | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    targets: tuple[Any, ...] = (),
     **others: Any,
 ) -> Checkpointable:
     """Return a model wrapped and measured on a sample, not planned yet.
@@ -379,8 +373,8 @@ def measured(
         Effort of planning with the graph engine; by default its own.
     profile
         Profile of the machine to plan for, if it is another one.
-    loss, targets
-        Function of the output that is planned with the model, and its unused targets.
+    loss
+        Function of the output that is planned with the model.
     **others
         Other options of `rotor.Checkpointable`.
 
@@ -406,7 +400,7 @@ def measured(
         wrapper.measure_sample(sample)
     else:
         args, kwargs = sample_call(sample, is_one=takes_one(model, engine))
-        wrapper.measure(*args, targets=targets, **kwargs)
+        wrapper.measure(*args, targets=(), **kwargs)
     return wrapper
 
 
@@ -419,9 +413,8 @@ def wrapper_of(
 ) -> Checkpointable:
     """Return a model wrapped, with a loss of the output alone."""
     wrapped: Any = Checkpointable
-    loss_fn = None if loss is None else lambda output, *_: loss(output)
     found: Checkpointable = wrapped(
-        model, mem_limit=limit, engine=engine, loss_fn=loss_fn, verbosity=-1, **options
+        model, mem_limit=limit, engine=engine, loss_fn=loss, verbosity=-1, **options
     )
     return found
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rotor.commands import add_output, examples, give
-from rotor.commands.model import UNKNOWN, Subject, add_model, add_offload, limit_of
+from rotor.commands.model import LIMIT, UNKNOWN, Subject, add_model, add_offload, limit_of
 
 __all__ = ["add"]
 
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--limit",
         metavar="BYTES",
-        help="limit of a step (default: 90 %% of the device's free memory)",
+        help=f"limit of a step, {LIMIT} (default: 90%%)",
     )
     sub.add_argument(
         "--multiple-of", type=int, default=1, metavar="N", help="try multiples of N only"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Any
 
 from rotor.commands import tell
@@ -12,7 +13,10 @@ from rotor.units import parse_bytes
 if TYPE_CHECKING:
     from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["UNKNOWN", "Subject", "add_model", "add_profile", "limit_of", "wrapped"]
+__all__ = ["LIMIT", "UNKNOWN", "Subject", "add_model", "add_profile", "limit_of", "wrapped"]
+
+LIMIT = 'such as 700MiB, "8 GB", 1e9 or, of what is free on the device, 50%%'
+"""Forms of ``--limit``, for its help."""
 
 UNKNOWN = (
     "a loss as large in memory as a cross-entropy of the outputs: yours is unknown\n"
@@ -127,6 +131,8 @@ _SMALL_BYTES = 1 << 20
 def limit_of(arguments: argparse.Namespace) -> int | None:
     """Return the limit of a command line in bytes, and question one below 1 MiB.
 
+    A percentage is one of what is free on the device, or on the machine that is planned for.
+
     Raises
     ------
     ValueError
@@ -135,7 +141,8 @@ def limit_of(arguments: argparse.Namespace) -> int | None:
     text: str | None = arguments.limit
     if text is None:
         return None
-    found = parse_bytes(text, name="--limit")
+    share = re.fullmatch(r"\s*(\d+|\d*\.\d+)\s*%\s*", text)
+    found = _free_share(arguments, share[1]) if share else parse_bytes(text, name="--limit")
     if found < _SMALL_BYTES:
         number = text.strip().rstrip("BbIiKkMm ")
         tell(
@@ -144,6 +151,25 @@ def limit_of(arguments: argparse.Namespace) -> int | None:
             "meant?",
         )
     return found
+
+
+def _free_share(arguments: argparse.Namespace, percent: str) -> int:
+    from rotor.commands import factories
+    from rotor.meter.allocator import free_bytes
+
+    path = getattr(arguments, "profile", None)
+    free: int | None
+    if path is None:
+        free = free_bytes(factories.device_of(getattr(arguments, "device", None)))
+    else:
+        free = factories.profile_of(path, arguments.engine).free_bytes
+    if free is None:
+        raise ValueError("the profile does not say what is free on that machine: give bytes")
+    if not 0 < float(percent) <= 100:
+        raise ValueError(
+            f"--limit {percent}%: expected more than 0% and at most 100% of {free} bytes"
+        )
+    return max(int(free * float(percent) / 100), 1)
 
 
 class Subject:
@@ -165,8 +191,8 @@ class Subject:
         Options of a second tier.
     profile
         The `rotor.graph.Profile` of the machine that is planned for; ``None``: this one.
-    loss, targets
-        The loss, a function of the output, and its unused targets; ``None``, and nothing.
+    loss
+        The loss, a function of the output; ``None`` if it is unknown.
     output
         Output of the model, after `check`.
     """
@@ -199,7 +225,6 @@ class Subject:
         self.output: Any = None
         self.loss_name: str | None = arguments.loss
         self.loss = None if arguments.loss is None else losses.loss_of(arguments.loss)
-        self.targets = () if self.loss is None else factories.no_targets(self.device)
 
     def check(self) -> None:
         """Raise ValueError if the model does not run on its sample; not for other machines."""
@@ -249,6 +274,5 @@ def wrapped(
         effort=chosen,
         profile=subject.profile,
         loss=subject.loss,
-        targets=subject.targets,
         **subject.offload,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
 from rotor.commands.model import (
+    LIMIT,
     UNKNOWN,
     Subject,
     add_model,
@@ -45,7 +46,7 @@ def add(commands: Any) -> None:
     add_model(sub)
     add_profile(sub)
     add_offload(sub)
-    sub.add_argument("--limit", metavar="BYTES", help='of a step, such as 700MiB or "8 GB"')
+    sub.add_argument("--limit", metavar="BYTES", help=f"of a step, {LIMIT}")
     sub.add_argument(
         "--out",
         metavar="FILE",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor.commands import examples
-from rotor.commands.model import limit_of
+from rotor.commands.model import LIMIT, limit_of
 
 __all__ = ["add"]
 
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         help="meter the first training step, and say what a limit would cost; on a CPU, where "
         "nothing runs out of memory by itself, this is the way",
     )
-    sub.add_argument("--limit", metavar="BYTES", help="train within this limit, such as 2GiB")
+    sub.add_argument("--limit", metavar="BYTES", help=f"train within this limit, {LIMIT}")
     group = sub.add_argument_group("output")
     group.add_argument("--json", metavar="FILE", help="write the advice as JSON to a file")
     group.add_argument("--quiet", action="store_true", help="write no progress to stderr")

@@ -26,7 +26,7 @@ def _step_of(subject: Subject, model: Any) -> Callable[[], None]:
 
     def step() -> None:
         if isinstance(model, Checkpointable) and subject.loss is not None:
-            found = model(*args, targets=subject.targets, **kwargs)
+            found = model(*args, targets=(), **kwargs)
         else:
             found = loss(model(*args, **kwargs))
         found.backward()

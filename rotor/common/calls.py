@@ -15,6 +15,7 @@ from rotor.common.generators import autocast_of
 from rotor.common.tensor_trees import output_tensors
 
 __all__ = [
+    "NO_TARGETS",
     "PlainValues",
     "Reads",
     "call_signature",
@@ -24,6 +25,7 @@ __all__ = [
     "leaf_signature",
     "mode_signature",
     "sample_call",
+    "targets_of",
 ]
 
 _PLAIN_LEAVES = {torch.Tensor, nn.Parameter, bool, int, float, str, type(None)}
@@ -59,8 +61,19 @@ def layout_of(tensor: torch.Tensor) -> Any:
     return tensor.stride() if tensor.layout == torch.strided else tensor.layout
 
 
+NO_TARGETS: Any = ...
+"""Default of ``targets=``: other than an empty tuple, which asks for a loss of the output alone."""
+
+
+def targets_of(given: Any) -> tuple[Any, ...] | None:
+    """Return the targets that a caller gives; ``None`` without any. One need not be in a tuple."""
+    if given is NO_TARGETS:
+        return None
+    return tuple(given) if isinstance(given, tuple | list) else (given,)
+
+
 def flattened_call(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...] | None
 ) -> tuple[list[Any], str]:
     """Return the leaves of a call's arguments, and their structure as text.
 
@@ -69,11 +82,12 @@ def flattened_call(
     args, kwargs
         Arguments of the model.
     targets
-        Arguments of the loss.
+        Arguments of the loss; ``None`` without a loss.
     """
-    leaves = [*args, *kwargs.values(), *targets]
-    if _PLAIN_LEAVES.issuperset(map(type, leaves)) and type(args) is type(targets) is tuple:
-        return leaves, _flat_structure(len(args), tuple(kwargs), len(targets))
+    leaves = [*args, *kwargs.values(), *((None,) if targets is None else targets)]
+    if _PLAIN_LEAVES.issuperset(map(type, leaves)) and type(args) is tuple:
+        count = -1 if targets is None else len(targets)
+        return leaves, _flat_structure(len(args), tuple(kwargs), count)
     leaves, spec = core.tree_flatten((args, dict(kwargs), targets))
     return leaves, str(spec)
 
@@ -81,7 +95,7 @@ def flattened_call(
 @functools.lru_cache
 def _flat_structure(positional: int, names: tuple[str, ...], targets: int) -> str:
     leaf = (None,)
-    call = leaf * positional, dict.fromkeys(names), leaf * targets
+    call = leaf * positional, dict.fromkeys(names), None if targets < 0 else leaf * targets
     return str(core.tree_flatten(call)[1])
 
 

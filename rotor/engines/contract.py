@@ -118,16 +118,27 @@ def _shapes_within(part: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one step; `targets` are for the loss."""
+    """Arguments of one step; `targets` are for the loss, ``None`` without one."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    targets: tuple[Any, ...] = ()
+    targets: tuple[Any, ...] | None = None
 
     @staticmethod
-    def of_sample(sample: Any) -> Call:
-        """Return the call that a sample stands for: a tuple of arguments, or keyword arguments."""
-        return Call(*sample_call(sample))
+    def of_sample(sample: Any, *, is_one: bool = False) -> Call:
+        """Return the call that a sample stands for: arguments, keyword arguments, or the only one.
+
+        Raises
+        ------
+        TypeError
+            It is text or a number, as a limit in the wrong place is.
+        """
+        if isinstance(sample, str | int):
+            raise TypeError(
+                f"custom_input={sample!r} is no sample of the input: did you mean "
+                f"mem_limit={sample!r}?"
+            )
+        return Call(*sample_call(sample, is_one=is_one))
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -306,10 +317,14 @@ class Context:
                     f"is on {parameter.device}: move the input, or the model, with .to(device)"
                 )
 
-    def with_loss(self, output: Any, targets: Sequence[Any]) -> Any:
-        """Return the loss if targets are given, else the output."""
+    def loss_of(self, call: Call) -> Callable[..., Any] | None:
+        """Return the loss function of a call; ``None`` if its output is wanted."""
+        return None if call.targets is None else self.settings.loss_fn
+
+    def with_loss(self, output: Any, targets: Sequence[Any] | None) -> Any:
+        """Return the loss if targets are given, be it none of them; else the output."""
         loss_fn = self.settings.loss_fn
-        return loss_fn(output, *targets) if targets and loss_fn else output
+        return output if targets is None or loss_fn is None else loss_fn(output, *targets)
 
 
 IsPending = Callable[[], bool] | None
@@ -374,10 +389,10 @@ class Engine(ABC):
     # -- calls
 
     def call_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...] | None
     ) -> Call:
         """Return the call of a step."""
-        return Call(args, kwargs, tuple(targets))
+        return Call(args, kwargs, targets)
 
     def call_of_sample(self, sample: Any) -> Call:
         """Return the call for a sample of the constructor."""

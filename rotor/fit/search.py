@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor.common.calls import targets_of
 from rotor.common.model_state import refuse_sharded
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
@@ -148,7 +149,7 @@ def largest_batch(
             raise ValueError(f"{name} = {value!r}, expected a whole number of 1 or more")
     if max_batch < multiple_of:
         raise ValueError(f"max_batch = {max_batch} is below multiple_of = {multiple_of}")
-    batches = batches_of(model, sample, tuple(targets), loss_fn is not None, engine)
+    batches = batches_of(model, sample, targets_of(targets) or (), loss_fn is not None, engine)
     device = device_of(batches(multiple_of))
     free = allocator.free_bytes(device)
     limit = free_limit(device) if mem_limit is None else parse_bytes(mem_limit)
@@ -228,18 +229,11 @@ class _Search:
     # -- batches and steps
 
     def _loss(self, size: int) -> tuple[Batch, Callable[..., torch.Tensor]]:
-        """Return the batch of a size, with targets in any case, so that the loss is planned."""
+        """Return the batch of a size, and the loss, which is planned with it."""
         args, kwargs, targets = self.batches(size * self.unit)
-        if self.given_loss is not None and targets:
-            return (args, kwargs, targets), self.given_loss
-        if targets:
+        if targets and self.given_loss is None:
             raise ValueError("targets are for a loss: give loss_fn= too")
-        alone = self.given_loss or sum_of
-
-        def loss(output: Any, *_: Any) -> torch.Tensor:
-            return alone(output)
-
-        return (args, kwargs, (torch.zeros(1, device=self.device),)), loss
+        return (args, kwargs, targets), self.given_loss or sum_of
 
     def _step(self, model: nn.Module, size: int) -> Callable[[], None]:
         (args, kwargs, targets), loss_fn = self._loss(size)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
+from rotor.common.calls import targets_of
 from rotor.engines.contract import Call, Settings
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.estimate import Machine
@@ -105,8 +106,9 @@ def capture_step(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     driver = Driver(Settings(model, engine="graph", loss_fn=loss_fn, profile=profile))
+    asked = targets_of(targets) if has_targets else None
     with mode:
-        step: CapturedStep = driver.measure(Call(args, kwargs, tuple(targets)))
+        step: CapturedStep = driver.measure(Call(args, kwargs, asked))
     return step
 
 

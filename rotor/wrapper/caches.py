@@ -139,7 +139,7 @@ class CacheRule:
         module, names, habits = self._context.module, self._habits.names, self._habits
         if not any(map(_makes_cache, habits.makers)):
             return False
-        loss_fn = self._context.settings.loss_fn if call.targets else None
+        loss_fn = self._context.loss_of(call)
         if loss_fn is not None and not getattr(loss_fn, "returns_output", False):
             # The cache is no output then, and the loss may read it.
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from rotor._pytorch import inductor as _inductor
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
 from rotor.common.background import checked_planning
+from rotor.common.calls import NO_TARGETS, targets_of
 from rotor.common.checksums import checked_verify
 from rotor.common.model_state import refuse_unsuited_modules
 from rotor.common.ranks import Ranks
@@ -47,7 +48,6 @@ __all__ = ["BACKENDS", "Checkpointable"]
 BACKENDS = ("fx", "inductor")
 """Accepted values of ``backend=``."""
 
-_NO_TARGETS: tuple[Any, ...] = ()
 _NOT_COMPILED = (
     "a model with a limit runs its own plan, which torch.compile leaves as it is: "
     'rotor.Checkpointable(model, backend="inductor") compiles plans'
@@ -137,10 +137,8 @@ class Checkpointable(TransparentModule):
         Values of the arguments, which cannot be changed.
     offload
         Second tier and its link; ``None`` without one.
-    plan
-        Latest plan, run or made; ``None`` before one.
-    plans
-        Every plan, by kind of step.
+    plan, plans
+        Latest plan, run or made, ``None`` before one; and every plan, by kind of step.
     names, functions, inspection_values, chain, sequence, all_values
         Of an ``nn.Sequential`` that is planned as a chain: its stages, the latest measure, the cost
         model and the schedule. ``model.sequence = s`` is ``model.load_plan(s)``.
@@ -300,7 +298,7 @@ class Checkpointable(TransparentModule):
         return self._driver.context.plans
 
     @heard
-    def measure(self, *args: Any, targets: Sequence[Any] = (), **kwargs: Any) -> Any:
+    def measure(self, *args: Any, targets: Any = NO_TARGETS, **kwargs: Any) -> Any:
         """Measure a training step on a sample of the arguments.
 
         The model keeps its parameters, gradients, buffers, random states and training flags. The
@@ -313,7 +311,7 @@ class Checkpointable(TransparentModule):
         *args, **kwargs
             Arguments of the model; a chain takes one input.
         targets
-            With ``loss_fn``: its arguments after the output.
+            With ``loss_fn``: its arguments after the output, or the only one.
 
         Returns
         -------
@@ -334,7 +332,8 @@ class Checkpointable(TransparentModule):
         InfeasibleError
             The step does not fit in the limit, with ``engine="dynamic"``.
         """
-        return self._driver.measure(self._driver.engines[0].call_of(args, kwargs, targets))
+        call = self._driver.engines[0].call_of(args, kwargs, targets_of(targets))
+        return self._driver.measure(call)
 
     @heard
     def measure_sample(self, sample: Any) -> Any:
@@ -597,7 +596,7 @@ class Checkpointable(TransparentModule):
 
     __call__ = shown(core.untraced(__call__, _NOT_COMPILED))
 
-    def forward(self, *args: Any, targets: Any = _NO_TARGETS, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, targets: Any = NO_TARGETS, **kwargs: Any) -> Any:
         """Return the model's output, or its loss where ``loss_fn`` and `targets` are given.
 
         In training mode with gradients enabled the plan, made at the first call, is followed;
@@ -608,13 +607,13 @@ class Checkpointable(TransparentModule):
         *args, **kwargs
             Arguments of the wrapped model.
         targets
-            With ``loss_fn``: its arguments after the output.
+            With ``loss_fn``: its arguments after the output, or the only one; ``()`` for none.
         """
         driver = self._driver
         driver.calls += 1
-        if self.loss_fn is None and targets is not _NO_TARGETS and takes_targets(self.module):
-            kwargs["targets"], targets = targets, _NO_TARGETS
-        call = driver.engines[0].call_of(args, kwargs, targets)
+        if self.loss_fn is None and targets is not NO_TARGETS and takes_targets(self.module):
+            kwargs["targets"], targets = targets, NO_TARGETS
+        call = driver.engines[0].call_of(args, kwargs, targets_of(targets))
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
     forward = ShownForward(core.untraced(heard(forward), _NOT_COMPILED))  # type: ignore[assignment]

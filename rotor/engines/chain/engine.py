@@ -132,7 +132,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     # -- calls
 
     def call_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...] | None
     ) -> Call:
         """Return the call of a step: a chain takes one input."""
         given = (*args, *kwargs.values())
@@ -141,11 +141,11 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 f"an nn.Sequential takes one input, got {len(args)} arguments"
                 + (f" and {', '.join(kwargs)}" if kwargs else "")
             )
-        return Call(given, {}, tuple(targets))
+        return Call(given, {}, targets)
 
     def call_of_sample(self, sample: Any) -> Call:
         """Return the call with the sample as its input."""
-        return Call((sample,))
+        return Call.of_sample(sample, is_one=True)
 
     def prepared(self, call: Call) -> Call:
         """Return a call with the input as FSDP2 would cast it."""
@@ -173,7 +173,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             mode_signature(kind),
             structure.training_flags(),
             required,
-            tuple([(t.shape, t.dtype) for t in tree_tensors(targets)]) if targets else None,
+            None if targets is None else tuple([(t.shape, t.dtype) for t in tree_tensors(targets)]),
         )
         return Key(measured, absent)
 
@@ -238,8 +238,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
             return measure(
                 stages,
                 call.args[0],
-                loss_fn=self.settings.loss_fn if call.targets else None,
-                targets=call.targets,
+                loss_fn=self.context.loss_of(call),
+                targets=call.targets or (),
                 progress=update,
                 measuring_class=measuring_class,
                 few_rounds=self.settings.planning == "background",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -185,11 +185,10 @@ class DynamicEngine(Engine):
         meter: StepMeter | None = None,
         is_trial: bool = False,
     ) -> tuple[BudgetedStep, Any]:
-        module, loss_fn = self.context.module, self.settings.loss_fn
+        module, with_loss = self.context.module, self.context.with_loss
 
-        def forward(args: Any, kwargs: dict[str, Any], targets: Sequence[Any]) -> Any:
-            output = module.forward(*args, **kwargs)
-            return output if not targets or loss_fn is None else loss_fn(output, *targets)
+        def forward(args: Any, kwargs: dict[str, Any], targets: Any) -> Any:
+            return with_loss(module.forward(*args, **kwargs), targets)
 
         value, rerun = (*call.arguments, call.targets), None
         if not is_trial:

@@ -156,7 +156,7 @@ class GraphEngine(MeteredEngine):
         args, kwargs = call.arguments
         self.context.check_devices((args, kwargs))
         check_arguments(self.context.module, args, kwargs)
-        loss_fn = self.settings.loss_fn if call.targets else None
+        loss_fn = self.context.loss_of(call)
         cancel_running()
         arguments = (args, kwargs, call.targets)
         if self.settings.offload is not None:
@@ -539,7 +539,7 @@ class GraphEngine(MeteredEngine):
     def _called(self, plan: GraphPlan, call: Call, tally: Tally | None) -> Any:
         """Return the result of the captured call under a plan."""
         arguments = (*call.arguments, call.targets)
-        loss_fn = self.settings.loss_fn if call.targets else None
+        loss_fn = self.context.loss_of(call)
         slots, spread = self.context.structure.parameters, core.in_ddp()
         with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
             try:

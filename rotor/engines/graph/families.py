@@ -38,7 +38,9 @@ def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
         for k, value in enumerate(args)
     ]
     named += kwargs.items()
-    named += [(f"target {k}", value) for k, value in enumerate(targets)]
+    named += [
+        (f"target {k}", value) for k, value in enumerate((None,) if targets is None else targets)
+    ]
     found = []
     for name, value in named:
         leaves = core.tree_flatten(value)[0]

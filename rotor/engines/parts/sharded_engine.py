@@ -140,7 +140,7 @@ class ShardedBlocksEngine(MeteredEngine):
             self._candidates,
             forward,
             (args, kwargs),
-            has_loss=bool(call.targets) and self.settings.loss_fn is not None,
+            has_loss=self.context.loss_of(call) is not None,
             preserve_rng_state=self.settings.preserve_rng_state,
             captures=self._captures_on(self.context.device_of(call)),
         )
