@@ -325,6 +325,12 @@ def test_a_tiny_limit_is_questioned(capsys):
     assert (code, "less than 1 MiB" in err) == (0, False)
 
 
+def test_real_numbers_for_ids_are_told_how_ids_are_given(capsys):
+    code, _, err = run(capsys, "curve", "net.py:gated", "--input", "16,8")
+    assert code == 2
+    assert err.rstrip().endswith("For ids give --dtype int64 --high 50")
+
+
 def test_limits_in_percent_are_of_free_memory(capsys, monkeypatch):
     monkeypatch.setattr(allocator, "free_bytes", lambda _: 8_000_000)
     for given, limit in (("50%", 4_000_000), ("27.5 %", 2_200_000), ("2e6", 2 * 10**6)):

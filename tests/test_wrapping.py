@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import pickle
 import types
 import weakref
@@ -156,6 +157,41 @@ class Doubling(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return x
+
+
+class Wrong(Doubling):
+    """A model with a fault of its own, behind a branch that cannot be captured."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return nn.functional.linear(x if x.sum() < 1e9 else -x, torch.ones(4, 9))
+
+
+@pytest.mark.parametrize("model", [Wrong(), nn.Sequential(nn.Linear(8, 4), nn.Linear(5, 2))])
+def test_wrong_shapes_are_pytorchs_own_error_alone(model, capfd):
+    said = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    logging.getLogger("torch").addHandler(handler)
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied \S+ and"
+        ):
+            rotor.Checkpointable(model, mem_limit="1GiB")(torch.randn(4, 8))
+    finally:
+        logging.getLogger("torch").removeHandler(handler)
+    assert said == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_capture_that_fails_logs_nothing_of_dynamo(capfd):
+    class Shapes(Doubling):
+        def forward(self, x):
+            return nn.functional.linear(super().forward(x), torch.ones(4, 9))
+
+    with pytest.raises(rotor.CaptureError):
+        rotor.Checkpointable(Shapes(), mem_limit="1GiB", engine="graph")(torch.randn(4, 8))
+    assert "fake_tensor.py" not in capfd.readouterr().err
 
 
 ENGINES = {

@@ -109,6 +109,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         cached_draws_refused(),
         _unordered_settings(),
         _layouts_of_outputs(),
+        _silent_logs(),
     ):
         # Dynamo reads the gradients of all tensors, also of those that are no leaves.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
@@ -274,6 +275,24 @@ def _layouts_of_outputs() -> Iterator[None]:
         yield
     finally:
         owner.from_tensor = given
+
+
+@contextmanager
+def _silent_logs() -> Iterator[None]:
+    """Have PyTorch log nothing of code that cannot be traced, unless it was asked to log more.
+
+    A refused capture is told in an error or a warning of ours, and may be no fault at all.
+    """
+    names = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
+    loggers = [logging.getLogger(name) for name in names]
+    kept = [(each, each.level) for each in loggers if each.getEffectiveLevel() >= logging.WARNING]
+    for each, _ in kept:
+        each.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for each, level in kept:
+            each.setLevel(level)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rotor._pytorch import devices
 from rotor.chain import Chain
 from rotor.commands.checks import parse_input
 from rotor.common.calls import sample_call
+from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.graph.recorded import Profile
@@ -325,7 +326,16 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> Any:
     except Exception as error:
         raise ValueError(
             f"the model does not run on this input: {type(error).__name__}: {error}"
+            f"{_hint(model, (args, kwargs), str(error))}"
         ) from error
+
+
+def _hint(model: nn.Module, given: Any, message: str) -> str:
+    """Return what to do about real numbers in the place of ids; empty if that is no cause."""
+    if "Long" not in message or not any(t.is_floating_point() for t in tree_tensors(given)):
+        return ""
+    sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    return f". For ids give --dtype int64 --high {sizes[0] if sizes else 'N'}"
 
 
 def takes_one(model: nn.Module, engine: str) -> bool:
