@@ -13,6 +13,10 @@ from torch import nn
 from zoo.models import Tanhs
 
 import rotor
+from rotor.engines.contract import Key
+from rotor.engines.graph.record import PlanningRecord
+from rotor.report.text import table
+from rotor.wrapper.announcing import Announcer
 
 MODELS = {
     "graph": Tanhs,
@@ -41,7 +45,8 @@ def test_a_line_at_the_first_step_has_the_figures_of_the_report(engine, capfd):
     figures = {name.strip(): value.strip() for name, value in rows.items()}
     assert f"within {figures['limit']}, " in line
     assert f"{figures['peak without recomputation']} without recomputation" in line
-    assert f"step {figures['recomputation']}; print(model.report())" in line
+    goes_on = " now, measuring and planning go on between steps" if engine == "graph" else ""
+    assert f"step {figures['recomputation']}{goes_on}; print(model.report())" in line
 
 
 def test_a_plan_without_recomputation_says_so(capfd):
@@ -97,3 +102,73 @@ def test_a_model_in_parts_has_a_line_unless_its_limit_cannot_be_kept(capfd):
     (line,) = lines(capfd, rotor.Checkpointable(Parts(), mem_limit="2MiB"), steps=1)
     assert re.search(r"within 2 MiB, \S+ MiB without recomputation, its parts \+\d", line)
     assert lines(capfd, rotor.Checkpointable(Parts(), mem_limit="840KiB"), steps=1) == []
+
+
+def kind(*shapes, absent=(True,), mode=0):
+    tensors = tuple((torch.Size(shape), torch.float32) for shape in shapes)
+    return Key((tensors, mode), absent)
+
+
+@pytest.mark.parametrize(
+    ("new", "text"),
+    [
+        (kind((4, 64), (4,)), "batch 4 instead of 8"),
+        (kind((8, 32), (8,)), "8x32 float32, 8 float32 instead of 8x64 float32, 8 float32"),
+        (kind((8, 64), (8,), absent=(False,)), "gradients exist"),
+        (kind((8, 64), (8,), absent=(False, True)), "1 of 2 gradients exist"),
+        (kind((8, 64), (8,), mode=1), "another mode, or another value among the arguments"),
+    ],
+)
+def test_what_differs_between_kinds_of_steps_is_named(new, text):
+    assert new.difference(kind((8, 64), (8,))) == text
+
+
+def test_kinds_of_steps_are_shown_by_their_shapes():
+    assert repr(kind((8, 64))) == "<8x64 float32, no gradients yet>"
+    model = rotor.Checkpointable(Tanhs(), X, mem_limit="1GiB")
+    assert re.fullmatch(
+        r"\{<256x64 float32, no gradients yet>: <\S+ within 1 GiB>\}", str(model.plans)
+    )
+
+
+class Planned:
+    """Figures of a plan."""
+
+    engine, limit_bytes, unlimited_bytes, predicted_bytes, makespan = "graph", 100, 200, 90, 0.0
+
+    def __init__(self, key, recomputation, record):
+        self.key, self.recomputation, self.planning = key, recomputation, record
+
+
+def test_later_lines_say_what_differs_and_what_has_become_better(capfd):
+    announcer = Announcer(0)
+    record = PlanningRecord("estimated", is_final=False, is_rough=True)
+    known = kind((8, 64))
+    with mock.patch.object(logging.getLogger("rotor"), "propagate", False):
+        with announcer.timed(1e-9):
+            pass
+        announcer.see(Planned(known, 0.37, record))
+        announcer.see(Planned(known, 0.37, record))
+        record.improved, record.is_rough = 1, False
+        announcer.see(Planned(known, 0.2, record))
+        record.improved, record.is_final = 3, True
+        announcer.see(Planned(known, 0.12, record))
+        announcer.see(Planned(known, 0.12, record))
+        with announcer.timed(1e-9):
+            pass
+        announcer.see(Planned(kind((4, 64)), 0.0, PlanningRecord()))
+    first, better, best, other = capfd.readouterr().err.splitlines()
+    assert "step +37.0% now, measuring and planning go on between steps; print" in first
+    assert better == "rotor: found a better plan: step +37.0% -> +20.0% now, planning goes on"
+    assert best == "rotor: found a better plan: step +20.0% -> +12.0%"
+    assert other.startswith("rotor: planned another kind of step (batch 4 instead of 8) in ")
+
+
+def test_tables_fold_to_the_width_of_the_terminal(monkeypatch):
+    rows = [["name", "value"], ["one", "word " * 30], ["two", "2"]]
+    for columns in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = table(rows).splitlines()
+        assert max(map(len, lines)) <= columns
+        assert " ".join(lines[2:]).split().count("word") == 30
+    assert table([rows[0], rows[2]]).splitlines()[2] == "two       2"

@@ -145,6 +145,20 @@ def test_warnings_of_a_forward_point_at_the_call():
         assert {(w.filename, w.lineno) for w in caught} == {(str(HERE), line)}
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_is_turned_off_by_the_name_that_the_model_has(name):
+    class Checkpointing(Model):
+        gradient_checkpointing = True
+
+    setattr(Checkpointing, f"{name}_disable", lambda self: None)
+    Checkpointing.gradient_checkpointing_disable = lambda self: None  # Deprecated, where both are.
+    model = rotor.Checkpointable(Checkpointing(), mem_limit="1 GB")
+    with pytest.warns(
+        rotor.MemoryLimitWarning, match=rf"Call model\.{name}_disable\(\), or leave {name}=True"
+    ):
+        model(torch.randn(2, 8)).sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*was not kept before a first step")
 def test_warnings_of_a_backward_point_at_the_backward():
     model = rotor.Checkpointable(Model(), mem_limit=10_000, loss_tmp_memory_usage=1)

@@ -9,7 +9,9 @@ import pytest
 from command_line import data_of, folder_with, run
 
 from rotor.algorithms.curve import Curve
+from rotor.commands.curve import CurveFacts, curve_text
 from rotor.fit.advice import better_of
+from rotor.meter import allocator
 from rotor.report.curves import Point, curve_sketch, write_curve
 from rotor.report.simrd_figures import overhead_grid, static_grid
 
@@ -136,3 +138,25 @@ def test_a_sketch_of_a_curve():
     assert max(map(len, lines)) <= 80
     below = curve_sketch(curve, plain=plain, limit_bytes=20)
     assert "●" not in below
+
+
+def test_limits_in_percent_are_of_free_memory(folder, capsys, monkeypatch):
+    monkeypatch.setattr(allocator, "free_bytes", lambda _: 80_000_000)
+    for given, limit in (("50%", 40_000_000), ("27.5 %", 22_000_000), ("2e6", 2 * 10**6)):
+        data = data_of(capsys, "curve", "seq.py:blocks", "--limit", given, "--no-plain")
+        assert data["limit_bytes"] == limit
+    code, _, err = run(capsys, "plan", "seq.py:blocks", "--limit", "120%")
+    assert code == 2
+    assert "at most 100% of 80000000" in err
+
+
+def test_times_of_a_curve_are_to_the_scale_of_the_plain_row():
+    curve = Curve([100, 200], [3.0, 2.0])
+    curve.marks = (("plain PyTorch", 201),)
+    text = curve_text(curve, 5, CurveFacts(plain_bytes=201, plain_seconds=4.0))
+    rows = [row.split("%")[-1].split() for row in text.splitlines()[2:5]]
+    assert rows == [
+        ["6.00", "s", "1.50"],
+        ["4.00", "s", "1.00"],
+        ["4.00", "s", "1.00", "plain", "PyTorch"],
+    ]

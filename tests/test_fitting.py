@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
+import re
 
 import pytest
 import torch
@@ -137,6 +139,12 @@ def test_as_text_and_as_data(found):
     text = str(found)
     assert "rotor, largest" in text
     assert f"batch {found.refused.batch} needs at least" in text
+    assert text.splitlines()[-1] == found.sentence
+    assert re.search(
+        r"^batch \d+ -> \d+ at \d\.\d\d of the throughput; fastest is \d+ \(\w+\)$", text, re.M
+    )
+    alone = dataclasses.replace(found, plain=None).sentence
+    assert alone.startswith(f"batch {found.largest.batch}, where plain PyTorch fits none; fastest")
     assert str(found.largest.batch) in found.display()
     data = json.loads(found.to_json())
     assert (data["format"], data["version"]) == ("rotor.fit", 1)

@@ -111,3 +111,22 @@ def test_progress_needs_neither_torch_nor_rich():
         "import sys, rotor.common.progress; sys.exit({'torch', 'rich'} & set(sys.modules) != set())"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_work_within_a_bar_shows_no_bar_of_its_own(now, monkeypatch, caplog):
+    pytest.importorskip("rich")
+    caplog.set_level(logging.INFO, logger="rotor")
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress(1, "outer", at_once=True) as outer:
+        outer(0)
+        with progress(9, "inner") as inner:
+            now[0] += 5
+            inner(3)
+        outer(1, 2)
+    assert "outer" in terminal.getvalue()
+    assert "inner" not in terminal.getvalue()
+    assert caplog.records == []
+    with progress(9, "later", at_once=True) as later:
+        later(1)
+    assert "later" in terminal.getvalue()

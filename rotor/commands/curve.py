@@ -202,6 +202,11 @@ class CurveFacts:
             return self.plain_seconds
         return float(curve.seconds[-1])
 
+    def scale(self, curve: Curve) -> float:
+        """Return the factor from times of the curve to those of plain's row, as it ran."""
+        base = self.base_seconds(curve)
+        return 1.0 if self.plain_seconds is None or not base else self.plain_seconds / base
+
 
 def _at(curve: Curve, limit: int | None) -> float | None:
     return None if limit is None or limit < curve.minimum_bytes else curve.at(limit)
@@ -213,7 +218,7 @@ def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> st
     count = len(curve.bytes)
     most = min(points, count)
     chosen = sorted({round(k * (count - 1) / max(most - 1, 1)) for k in range(most)})
-    base = facts.base_seconds(curve)
+    base, scale = facts.base_seconds(curve), facts.scale(curve)
     named = {format_bytes(size) for _, size in curve.marks}
     shown = zip(curve.bytes[chosen].tolist(), curve.seconds[chosen].tolist(), strict=True)
     lines = [(size, s, "") for size, s in shown if format_bytes(size) not in named]
@@ -225,7 +230,7 @@ def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> st
         least = "nothing fits" if is_short and name != _PLAIN else ""
         share = f"{size / facts.plain_bytes:.0%}" if facts.plain_bytes else "-"
         times = f"{seconds / base:.2f}" if base and not is_short else "-"
-        time = "-" if is_short else format_seconds(seconds)
+        time = "-" if is_short else format_seconds(seconds * scale)
         if name == _PLAIN and facts.plain_seconds is not None:
             time, times = format_seconds(facts.plain_seconds), "1.00"
         if name.startswith("free"):
@@ -242,7 +247,8 @@ def _remarks(curve: Curve, facts: CurveFacts, base: float) -> list[str]:
         found.append(f"Times and peaks are those of steps that were run{loss}.")
     elif facts.plain_seconds is not None:
         found.append(
-            f"Times are planned; plain PyTorch ran in {format_seconds(facts.plain_seconds)}."
+            "Times are planned, to the scale of plain PyTorch, which ran in "
+            f"{format_seconds(facts.plain_seconds)}."
         )
     if facts.set_aside_bytes:
         found.append(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import Any
 
-from rotor.commands import add_output, examples, give
+from rotor.commands import add_output, examples, give, tell
 from rotor.commands.model import LIMIT, UNKNOWN, Subject, add_model, add_offload, limit_of
 
 __all__ = ["add"]
@@ -70,6 +71,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     subject = Subject(arguments)
     subject.check()
+    # On a terminal, a bar; what each of many batches logs says little.
+    tell(arguments, "trying batches")
+    logging.getLogger("rotor").setLevel(logging.WARNING)
     loss = subject.loss or likely_loss
     remark = "" if subject.knows_loss() else f"\nwith {UNKNOWN}"
     options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}

@@ -157,6 +157,9 @@ def _run(arguments: argparse.Namespace) -> int:
             f"\nfor an unknown loss at most {format_bytes(aside)} are set aside, 4 x the output:\n"
             "--loss cross_entropy plans the loss itself"
         )
+    if subject.loss_name is not None:
+        zeros = ", its targets are zeros" if subject.loss_name in ("cross_entropy", "mse") else ""
+        text += f"\nplanned with the loss {subject.loss_name} of the model's output{zeros}"
     if arguments.html is not None:
         tell(arguments, f"{arguments.html} has the page")
     if arguments.trace is not None:

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 __all__ = ["Progress", "progress"]
 
@@ -19,13 +19,16 @@ class Progress:
 
     Nothing is shown during the first second. After that a bar is on the terminal until the work
     ends, where stderr is a terminal and ``rich`` is installed; otherwise one line is logged, at
-    level INFO. It is itself the callback ``(done, total)`` that solvers take.
+    level INFO. It is itself the callback ``(done, total)`` that solvers take. While a bar is shown,
+    work within it shows none.
     """
 
-    def __init__(self, total: int, description: str) -> None:
+    _outer: ClassVar[Progress | None] = None
+
+    def __init__(self, total: int, description: str, *, at_once: bool = False) -> None:
         self._total = total
         self._description = description
-        self._begun = time.monotonic()
+        self._begun = time.monotonic() - 2 * _DELAY_SECONDS * at_once
         self._announced = False
         self._bar: Any = None
         self._task: Any = None
@@ -34,6 +37,8 @@ class Progress:
         """Report that `done` units are done; a given `total` replaces the number of units."""
         if total is not None:
             self._total = total
+        if Progress._outer not in (None, self):
+            return
         if not self._announced and time.monotonic() - self._begun > _DELAY_SECONDS:
             self._announced = True
             self._announce(done)
@@ -45,6 +50,7 @@ class Progress:
         if self._bar is None:
             logger.info("%s: %d of %d done", self._description, done, self._total)
             return
+        Progress._outer = self
         self._bar.start()
         self._task = self._bar.add_task(self._description, total=max(self._total, 1))
 
@@ -59,6 +65,7 @@ class Progress:
     ) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
+            Progress._outer = None
             bar.stop()
 
 
@@ -74,7 +81,7 @@ def _terminal_bar() -> Any:
     return Bar(console=Console(file=sys.stderr), transient=True)
 
 
-def progress(total: int, description: str) -> Progress:
+def progress(total: int, description: str, *, at_once: bool = False) -> Progress:
     """Return a context manager that shows the progress of some work when it takes long.
 
     Parameters
@@ -83,6 +90,8 @@ def progress(total: int, description: str) -> Progress:
         Units of work in all.
     description
         Text for people that names the work.
+    at_once
+        True to show it from the first call on.
 
     Returns
     -------
@@ -95,4 +104,4 @@ def progress(total: int, description: str) -> Progress:
     ...     for done in range(1, 4):
     ...         update(done)
     """
-    return Progress(total, description)
+    return Progress(total, description, at_once=at_once)

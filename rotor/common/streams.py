@@ -39,7 +39,8 @@ class _Unheard:
     Parameters
     ----------
     stream
-        The stream, which other threads write to. Warnings are written too: they may come only once.
+        The stream, which other threads write to, and lines of rotor. Warnings are written too: they
+        may come only once.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -48,8 +49,8 @@ class _Unheard:
 
     def write(self, text: str) -> Any:
         """Write, unless the thread is the one that made this."""
-        of_warnings = sys._getframe(1).f_globals.get("__name__") == "warnings"
-        if of_warnings or threading.get_ident() != self._thread:
+        writer = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if writer in ("warnings", "rotor") or threading.get_ident() != self._thread:
             return self._stream.write(text)
         return len(text)
 

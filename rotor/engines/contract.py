@@ -95,6 +95,30 @@ class Key(NamedTuple):
     measured: Any
     absent: Any
 
+    def __repr__(self) -> str:
+        return f"<{self.shapes or 'steps'}, {self.gradients}>"
+
+    @property
+    def gradients(self) -> str:
+        """Which gradients exist when such a step begins, as text."""
+        flags = self.absent if isinstance(self.absent, tuple) else ()
+        some = f"{len(flags) - sum(map(bool, flags))} of {len(flags)} gradients exist"
+        return "no gradients yet" if all(flags) else some if any(flags) else "gradients exist"
+
+    def difference(self, other: Key) -> str:
+        """Return what differs from another kind of step, as text."""
+        mine, others = _shapes_within(self.measured), _shapes_within(other.measured)
+        if mine == others:
+            if self.measured != other.measured:
+                return "another mode, or another value among the arguments"
+            return self.gradients
+        is_alike = [(a[1:], t) for a, t in mine] == [(a[1:], t) for a, t in others]
+        sizes = [(a[0], b[0]) for (a, _), (b, _) in zip(mine, others, strict=False) if a and b]
+        changed = {(new, old) for new, old in sizes if new != old}
+        if is_alike and len(changed) == 1:
+            return "batch {} instead of {}".format(*changed.pop())
+        return f"{self.shapes} instead of {other.shapes}"
+
     @property
     def shapes(self) -> str:
         """Shapes and types of the tensors that such a step takes, as text; empty if unknown."""

@@ -164,10 +164,21 @@ class LargestBatch:
         text += str(table(rows))
         refused = self.refused
         if refused is None:
-            return f"{text}\nthe search ended at batch {self.largest.batch}"
+            return f"{text}\nthe search ended at batch {self.largest.batch}\n{self.sentence}"
         needs = refused.least_bytes
         reason = "does not fit" if needs is None else f"needs at least {format_bytes(needs)}"
-        return f"{text}\nbatch {refused.batch} {reason}"
+        return f"{text}\nbatch {refused.batch} {reason}\n{self.sentence}"
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence: the batch before and now, what it costs, the fastest."""
+        largest, plain = self.largest, self.plain
+        fastest = f"fastest is {self.best.batch} ({self.best_runs})"
+        if plain is None:
+            return f"batch {largest.batch}, where plain PyTorch fits none; {fastest}"
+        share = largest.samples_per_second / plain.samples_per_second
+        changed = f"batch {plain.batch} -> {largest.batch} at {share:.2f} of the throughput"
+        return f"{changed}; {fastest}"
 
     def display(self) -> str:
         """Return a table of every size that was tried."""

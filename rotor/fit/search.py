@@ -13,6 +13,7 @@ from torch import nn
 
 from rotor.common.calls import targets_of
 from rotor.common.model_state import refuse_sharded
+from rotor.common.progress import progress
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
     Batch,
@@ -158,11 +159,15 @@ def largest_batch(
             f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "
             "answer is verified by a run, so give a limit that is free"
         )
-    with unchanged(model, device, batches(multiple_of)[:2]):
+    with (
+        progress(1, "trying batches", at_once=True) as update,
+        unchanged(model, device, batches(multiple_of)[:2]),
+    ):
         search = _Search(
             model, batches, device, limit, loss_fn, engine, multiple_of, max_batch, options
         )
-        search.timed = timed
+        search.timed, search.update = timed, update
+        update(0)
         return search.run(points)
 
 
@@ -222,6 +227,7 @@ class _Search:
         self.line = _Line()
         self.warned = False
         self.timed = True
+        self.update: Callable[[int, int], object] = lambda done, total: None
         self.is_run = engine == "dynamic"
         self.engines: dict[int, str] = {}
         self.enough: int | None = None
@@ -258,7 +264,9 @@ class _Search:
         batch = size * self.unit
         self.rows[runs, batch] = TriedBatch(batch, runs, fits, least, **ran)
         shown = "-" if least is None else format_bytes(least)
-        logger.info(
+        # How many are left is known at the end alone.
+        self.update(len(self.rows), len(self.rows) + 1)
+        logger.debug(
             "batch %d (%s): least %s, %s", batch, runs, shown, "fits" if fits else "too large"
         )
 

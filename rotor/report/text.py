@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +31,32 @@ class Text(str):
         return str(self)
 
 
+_COLUMNS, _NARROWEST = 100, 20
+
+
 def table(rows: Sequence[Sequence[str]]) -> Text:
-    """Return rows of text in columns; the first row is the head, the first column left-aligned."""
+    """Return rows of text in columns; the first row is the head, the first column left-aligned.
+
+    Cells of the widest column fold where a line would be wider than the terminal, or than 100
+    columns without one.
+    """
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if k == 0 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    over = sum(widths) + 2 * len(widths) - 2 - shutil.get_terminal_size((_COLUMNS, 1)).columns
+    widest = widths.index(max(widths))
+    if over > 0:
+        least = max(len(rows[0][widest]), min(widths[widest], _NARROWEST))
+        widths[widest] = max(widths[widest] - over, least)
+    lines = []
+    for row in rows:
+        folded = textwrap.wrap(row[widest], widths[widest]) if over > 0 else [row[widest]]
+        for number, part in enumerate(folded or [""]):
+            cells = [part if k == widest else "" if number else row[k] for k in range(len(row))]
+            lines.append(
+                "  ".join(
+                    cell.ljust(width) if k == 0 else cell.rjust(width)
+                    for k, (cell, width) in enumerate(zip(cells, widths, strict=True))
+                ).rstrip()
+            )
     lines.insert(1, "  ".join("-" * width for width in widths))
     return Text("\n".join(lines))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -469,10 +470,14 @@ class Driver:
         key = plan.key
         if self.is_pending():
             self._warn_pending(plan.limit_bytes)
+        begun = time.perf_counter()
         try:
             return self._run(plan, call, absent)
         except PlanAgain as found:
-            plan = self._make(plan.key, plan.reserve_bytes)
+            # The call was captured again.
+            with self._announcer.timed(begun):
+                plan = self._make(plan.key, plan.reserve_bytes)
+            self._announcer.see(plan)
             try:
                 return self._run(plan, call, absent)
             except PlanAgain:

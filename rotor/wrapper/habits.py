@@ -202,12 +202,16 @@ class RerunNotes(StepNotes):
 
 def warn_of_checkpointing(context: Context) -> None:
     """Warn if layers of the model recompute by themselves, as Hugging Face's can."""
-    if any(getattr(module, "gradient_checkpointing", False) for module in context.module.modules()):
+    modules = list(context.module.modules())
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        # Transformers 5 has given it another name.
+        has_new = any(hasattr(module, "activation_checkpointing_disable") for module in modules)
+        name = "activation_checkpointing" if has_new else "gradient_checkpointing"
         context.warn(
             "checkpointing",
             "gradient checkpointing is on: layers that recompute by themselves leave less to "
             "choose, and the limit decides what is recomputed. Call "
-            "model.gradient_checkpointing_disable(), or leave gradient_checkpointing=True out",
+            f"model.{name}_disable(), or leave {name}=True out",
         )
 
 

@@ -383,9 +383,10 @@ class Run:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a backward with create_graph=True cannot go through a schedule that recomputes: "
-                "gradients of gradients need the plain model (chk.module), or a limit under which "
-                "nothing is recomputed"
+                "a backward with create_graph=True cannot go through a schedule that recomputes, "
+                "of CheckpointOptim or with FSDP2: use rotor.Checkpointable without FSDP2, which "
+                "runs the forward again for it, the plain model, or a limit under which nothing is "
+                "recomputed"
             )
         if self.next != self.schedule.tail - 1 or self.gradient is not None:
             raise RuntimeError(

@@ -174,6 +174,7 @@ class GraphEngine(MeteredEngine):
                         self.improver.forget(measured)
                 self._note_reads(key, step.captured, call)
                 return step
+        begun = time.thread_time()
         with progress(1, "capturing the model"):
             try:
                 expressions = leaf_expressions(arguments) if inputs else []
@@ -189,6 +190,7 @@ class GraphEngine(MeteredEngine):
                 self._note_reads(key, None, call)
                 release(error)
                 raise CannotPlan(error) from None
+        self.improver.count_capture(begun)
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 
     def _one_shape_reason(self) -> str:

@@ -7,6 +7,7 @@ next runs what it found, if that is better. The thread has the cost model alone,
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ _TIER_TIMES = 3
 _SEARCH_SHARE = 0.1
 
 Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
+logger = logging.getLogger("rotor")
+
 Start = Callable[[Graph, Link | None], Program | None]
 
 
@@ -228,8 +231,12 @@ class Improver:
                 {node: slots[id(value)] for node, value in pairs if id(value) in slots},
                 {node: leaves[id(value)] for node, value in pairs if id(value) in leaves},
             )
-        self._priced_seconds = time.thread_time() - begun
+        self._priced_seconds += time.thread_time() - begun
         return costs
+
+    def count_capture(self, begun: float) -> None:
+        """Count the time of a capture that began at a moment of this thread's clock."""
+        self._priced_seconds = time.thread_time() - begun
 
     def settle(self, measured: Any, step: CapturedStep, limit_bytes: int | None = None) -> None:
         """Measure now what is left to measure of a step.
@@ -314,6 +321,11 @@ class Improver:
         record.seconds += time.thread_time() - begun + self._priced_seconds
         self._priced_seconds = 0.0
         plan.planning = record
+        rough = self.rough.get(key.measured)
+        record.is_rough = rough is not None
+        if rough is not None:
+            left = rough.refinement.total
+            logger.info("%d operations are left to measure, a few after each step", left)
         if old is not None:
             plan.take_code(old)
         search = _Search(key, plan, known, record, link=plan.program.link or step.link)

@@ -21,13 +21,20 @@ class PlanningRecord:
     is_final
         True if no better one is looked for.
     seconds
-        Time of all searches, measurements included.
+        Time of the capture and of all searches, measurements included.
+    is_rough
+        True if operations are left to measure between the steps.
+    told, told_recomputation
+        Number of better programs, and recomputation, of the latest line about it; ``None`` before.
     """
 
     origin: str = "searched before the step"
     improved: int = 0
     is_final: bool = True
     seconds: float = 0.0
+    is_rough: bool = False
+    told: int = 0
+    told_recomputation: float | None = None
 
     @property
     def text(self) -> str:

@@ -248,8 +248,9 @@ class BlockCall:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a backward with create_graph=True cannot go through a block that is computed "
-                "again: gradients of gradients need the plain model (chk.module)"
+                "a backward with create_graph=True cannot go through a block of FSDP2 that is "
+                "computed again: use the plain model (chk.module), or the model without FSDP2, "
+                "which runs its forward again for it"
             )
         if self._is_begun:
             raise RuntimeError(
