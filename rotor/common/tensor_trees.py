@@ -85,6 +85,8 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """Return the value with `function` applied to each tensor, in order; containers are new."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    if value is None:
+        return None
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([map_tensors(part, function) for part in value])
