@@ -84,7 +84,7 @@ def flattened_call(
     targets
         Arguments of the loss; ``None`` without a loss.
     """
-    leaves = [*args, *kwargs.values(), *((None,) if targets is None else targets)]
+    leaves = [*args, *kwargs.values(), *(targets or ())]
     if _PLAIN_LEAVES.issuperset(map(type, leaves)) and type(args) is tuple:
         count = -1 if targets is None else len(targets)
         return leaves, _flat_structure(len(args), tuple(kwargs), count)

@@ -613,7 +613,8 @@ class Checkpointable(TransparentModule):
         driver.calls += 1
         if self.loss_fn is None and targets is not NO_TARGETS and takes_targets(self.module):
             kwargs["targets"], targets = targets, NO_TARGETS
-        call = driver.engines[0].call_of(args, kwargs, targets_of(targets))
+        given = None if targets is NO_TARGETS else targets_of(targets)
+        call = driver.engines[0].call_of(args, kwargs, given)
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
     forward = ShownForward(core.untraced(heard(forward), _NOT_COMPILED))  # type: ignore[assignment]

@@ -541,7 +541,7 @@ class GraphEngine(MeteredEngine):
     def _called(self, plan: GraphPlan, call: Call, tally: Tally | None) -> Any:
         """Return the result of the captured call under a plan."""
         arguments = (*call.arguments, call.targets)
-        loss_fn = self.context.loss_of(call)
+        loss_fn = None if call.targets is None else self.settings.loss_fn
         slots, spread = self.context.structure.parameters, core.in_ddp()
         with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
             try:
