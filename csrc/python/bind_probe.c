@@ -100,6 +100,22 @@ static PyObject *py_heap_bytes(PyObject *module, PyObject *args) {
     return PyLong_FromLongLong((long long)heap.used_bytes);
 }
 
+// map_blocks(least_bytes) -> bool
+PyDoc_STRVAR(map_blocks_doc,
+             "map_blocks(least_bytes, /)\n--\n\n"
+             "Make the C library give freed blocks of that size and above back to the system.\n"
+             "\n"
+             "False where it has no such setting. It holds for the whole process.");
+
+static PyObject *py_map_blocks(PyObject *module, PyObject *argument) {
+    (void)module;
+    long long least = PyLong_AsLongLong(argument);
+    if (least == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyBool_FromLong(rotor_probe_map_blocks((int64_t)least));
+}
+
 // reset_peak_rss(root="/") -> bool
 PyDoc_STRVAR(reset_peak_rss_doc,
              "reset_peak_rss(root='/')\n--\n\n"
@@ -164,6 +180,7 @@ static PyMethodDef functions[] = {
     {"process_cpu_ns", py_process_cpu_ns, METH_NOARGS, process_cpu_ns_doc},
     {"probe_memory", WITH_KEYWORDS(py_probe_memory), probe_memory_doc},
     {"heap_bytes", py_heap_bytes, METH_NOARGS, heap_bytes_doc},
+    {"map_blocks", py_map_blocks, METH_O, map_blocks_doc},
     {"reset_peak_rss", WITH_KEYWORDS(py_reset_peak_rss), reset_peak_rss_doc},
     {"cuda_memory", WITH_KEYWORDS(py_cuda_memory), cuda_memory_doc},
     {NULL, NULL, 0, NULL},

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,8 +13,8 @@
 #if defined(__GLIBC__) && defined(__GLIBC_PREREQ)
 #if __GLIBC_PREREQ(2, 33)
 #define ROTOR_HAS_MALLINFO2 1
-#include <malloc.h>
 #endif
+#include <malloc.h>
 #endif
 
 #ifdef __APPLE__
@@ -291,11 +292,17 @@ static void probe_mach(rotor_host_memory_t *memory) {
 }
 #endif
 
-static int64_t left(int64_t limit, int64_t used) {
+static int64_t kept_by_heap(void) {
+    rotor_heap_t heap;
+    rotor_probe_heap(&heap);
+    return rotor_max(heap.kept_bytes, 0);
+}
+
+static int64_t left(int64_t limit, int64_t used, int64_t kept) {
     if (limit == ROTOR_UNKNOWN || used == ROTOR_UNKNOWN) {
         return ROTOR_UNKNOWN;
     }
-    return rotor_max(limit - used, 0);
+    return rotor_max(limit - used, 0) + kept;
 }
 
 int rotor_probe_memory(const char *root, rotor_host_memory_t *memory) {
@@ -315,9 +322,11 @@ int rotor_probe_memory(const char *root, rotor_host_memory_t *memory) {
     probe_machine(root, &found);
     probe_cgroups(root, &found);
     probe_limits(root, &found);
+    /* What the heap keeps is taken already, and can be used. */
+    int64_t kept = strcmp(root, "/") == 0 ? kept_by_heap() : 0;
     int64_t least = smaller_known(found.available_bytes, found.cgroup_free_bytes);
-    least = smaller_known(least, left(found.address_space_limit_bytes, found.virtual_bytes));
-    found.free_bytes = smaller_known(least, left(found.data_limit_bytes, found.data_bytes));
+    least = smaller_known(least, left(found.address_space_limit_bytes, found.virtual_bytes, kept));
+    found.free_bytes = smaller_known(least, left(found.data_limit_bytes, found.data_bytes, kept));
     *memory = found;
     return ROTOR_OK;
 }
@@ -344,5 +353,16 @@ void rotor_probe_heap(rotor_heap_t *heap) {
 #else
     heap->used_bytes = ROTOR_UNKNOWN;
     heap->kept_bytes = ROTOR_UNKNOWN;
+#endif
+}
+
+bool rotor_probe_map_blocks(int64_t least_bytes) {
+#ifdef __GLIBC__
+    /* A heap of its own takes 64 MiB of addresses for each thread. */
+    return least_bytes <= INT_MAX && mallopt(M_ARENA_MAX, 1) == 1 &&
+           mallopt(M_MMAP_THRESHOLD, (int)least_bytes) == 1;
+#else
+    (void)least_bytes;
+    return false;
 #endif
 }

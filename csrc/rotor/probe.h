@@ -40,7 +40,8 @@ typedef struct {
     int64_t data_limit_bytes;
     /*
      * What this process may still allocate: the smallest of what is available, what the groups and
-     * what the limits leave; the unknown ones do not count. Not below 0; unknown when all are.
+     * what the limits leave, with the free blocks of the heap; the unknown ones do not count. Not
+     * below 0; unknown when all are.
      */
     int64_t free_bytes;
 } rotor_host_memory_t;
@@ -62,6 +63,13 @@ typedef struct {
 } rotor_heap_t;
 
 void rotor_probe_heap(rotor_heap_t *heap);
+
+/*
+ * Makes the C library map blocks from `least_bytes` on from the system, give them back when they
+ * are freed, and have one heap for all new threads, from now on in the whole process; false where
+ * it has no such settings.
+ */
+bool rotor_probe_map_blocks(int64_t least_bytes);
 
 enum { ROTOR_GPU_NAME_SIZE = 96 };
 

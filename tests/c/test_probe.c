@@ -218,6 +218,20 @@ static void test_this_machine(void) {
 #endif
 }
 
+static void test_large_blocks_are_given_back(void) {
+    rotor_heap_t before, after;
+    if (!rotor_probe_map_blocks(1 << 20)) {
+        return;
+    }
+    CHECK(!rotor_probe_map_blocks(INT64_MAX));
+    rotor_probe_heap(&before);
+    for (int i = 0; i < 8; i++) {
+        free(malloc(8 << 20));
+    }
+    rotor_probe_heap(&after);
+    CHECK(after.kept_bytes < before.kept_bytes + (8 << 20));
+}
+
 static void test_heap(void) {
     rotor_heap_t heap;
     rotor_probe_heap(&heap);
@@ -250,6 +264,7 @@ static const test_case_t cases[] = {
     {"reset_writes_five", test_reset_writes_five},
     {"this_machine", test_this_machine},
     {"heap", test_heap},
+    {"large_blocks_are_given_back", test_large_blocks_are_given_back},
     {"no_cuda", test_no_cuda},
 };
 
