@@ -35,7 +35,7 @@ def few_objects():
 
 
 _LEARNT = {
-    "rotor._pytorch.devices": ["_prepared"],
+    "rotor._pytorch.devices": ["_prepared", "_capped"],
     "rotor.common.checksums": ["_keys"],
     "rotor.dtr.repeating": ["_known", "_unwritten"],
     "rotor.dtr.signatures": ["_needs", "_timed"],
@@ -68,6 +68,7 @@ def sim(nothing_learnt):
     module.set_handles()
     module.set_devices(1)
     module.set_capacity(256 << 20)
+    module.set_taken(0)
     module.set_per_process_memory_fraction(1.0)
     module.set_clock("real")
     module.set_poison(1)

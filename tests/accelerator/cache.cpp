@@ -116,7 +116,8 @@ int device_of(const void *address) {
 std::pair<size_t, size_t> free_and_total(int device) {
     Guarded lock(guard);
     Cache &cache = caches[device];
-    return {cache.capacity > cache.reserved ? cache.capacity - cache.reserved : 0, cache.capacity};
+    size_t used = cache.reserved + cache.taken;
+    return {cache.capacity > used ? cache.capacity - used : 0, cache.capacity};
 }
 
 DeviceStats statistics(int device) {
@@ -154,6 +155,11 @@ void reset_accumulated(int device) {
 SIM_EXPORT void sim_set_capacity(int device, uint64_t bytes) {
     sim::Guarded lock(sim::guard);
     sim::caches[device].capacity = bytes;
+}
+
+SIM_EXPORT void sim_set_taken(int device, uint64_t bytes) {
+    sim::Guarded lock(sim::guard);
+    sim::caches[device].taken = bytes;
 }
 
 SIM_EXPORT void sim_set_fraction(int device, double fraction) {

@@ -77,6 +77,7 @@ class Cache {
   public:
     int index = 0;
     size_t capacity = 256 * kMiB;
+    size_t taken = 0;  // By contexts and other processes.
     double fraction = 1.0;
     size_t reserved = 0;
     DeviceStats stats;
@@ -263,7 +264,8 @@ class Cache {
     }
 
     bool may_take(size_t size) const {
-        return static_cast<double>(reserved + size) <= static_cast<double>(capacity) * fraction;
+        return reserved + taken + size <= capacity &&
+               static_cast<double>(reserved + size) <= static_cast<double>(capacity) * fraction;
     }
 
     static Holes::key_type key(const Block *block) {

@@ -47,6 +47,7 @@ def _functions() -> ctypes.CDLL:
     signatures = {
         "initialize": [],
         "set_capacity": [number, size],
+        "set_taken": [number, size],
         "set_fraction": [number, real],
         "set_expandable": [number, number],
         "set_poison": [number],
@@ -204,6 +205,7 @@ def _replayed(functions: ctypes.CDLL, events: Any, device: int) -> Any:
 def _simulate(module: Any, functions: ctypes.CDLL) -> None:
     """Add the settings of the simulation, and what it has counted."""
     module.set_capacity = lambda nbytes, device=0: functions.sim_set_capacity(device, nbytes)
+    module.set_taken = lambda nbytes, device=0: functions.sim_set_taken(device, nbytes)
     module.replay = lambda events, device=0: _replayed(functions, events, device)
     module.set_expandable = lambda on, device=0: _set_expandable(functions, bool(on), device)
     module.set_devices = functions.sim_set_devices
