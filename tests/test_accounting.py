@@ -73,29 +73,3 @@ def test_bytes_are_rounded_as_the_allocator_of_the_device_rounds_them():
 def test_random_states_are_kept_on_the_cpu_with_one_more_for_the_current_one():
     assert [accounting.generator_bytes("cpu", n) for n in (0, 1, 3)] == [0, 2 * 5056, 4 * 5056]
     assert accounting.generator_bytes("cuda", 3) == 0
-
-
-def test_a_default_limit_is_shared_by_processes():
-    assert accounting.default_limit(1001) == 900
-    assert accounting.default_limit(1001, 4) == 225
-
-
-def test_noise_and_maxima_grow_with_what_was_expected():
-    assert accounting.noise_bytes(100) == 1 << 17
-    assert accounting.noise_bytes(1 << 30) == (1 << 30) // 50
-    assert accounting.noise_bytes(100, 7) == 7
-    assert accounting.is_new_maximum(101, 100, 0)
-    assert not accounting.is_new_maximum(100, 100, 0)
-    assert not accounting.is_new_maximum(105, 90, 100)
-    assert accounting.is_new_maximum(106, 90, 100)
-
-
-def test_later_steps_are_metered_early_and_then_in_a_period():
-    assert [n for n in range(1, 600) if accounting.is_metered_again(n)] == [16, 64, 256, 512]
-
-
-def test_reserves_have_their_share_of_the_limit():
-    assert accounting.assumed_loss_bytes(10) == 40
-    assert accounting.has_room_for_proofs(2, 100)
-    assert not accounting.has_room_for_proofs(2, 99)
-    assert [accounting.scrap_bytes(n) for n in (0, 2560, 1 << 30)] == [0, 10, 4096]

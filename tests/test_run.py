@@ -18,6 +18,7 @@ import rotor
 from rotor.algorithms.curve import Curve
 from rotor.commands.main import main
 from rotor.fit.advice import Advice
+from rotor.meter import allocator
 
 SCRIPT = """
 import argparse
@@ -138,14 +139,17 @@ def test_a_limit_is_kept_without_a_change_of_the_script(capsys):
 
 
 def test_out_of_memory_is_answered(capsys, monkeypatch):
-    monkeypatch.setattr("rotor.commands.script.allocator.free_bytes", lambda _: 600_000)
+    monkeypatch.setattr(allocator, "free_bytes", lambda _: 600_000)
     code, out, err = run(capsys, "train.py", "--fail-at", 1)
     assert code == 1
     assert out.splitlines()[-1].startswith("0 ")
     line = next(n for n, text in enumerate(SCRIPT.splitlines(), 1) if "raise torch.Out" in text)
     assert re.search(rf"out of memory in .*train.py, line {line}: CUDA out of memory", err)
-    assert re.search(r"this step needs .* above the model; within 528KiB it costs \+\d+%", err)
-    assert 'net = rotor.Checkpointable(net, mem_limit="528KiB")' in err
+    # Of what is free, a sixteenth is slack.
+    assert re.search(r" = .* \+ 36\.\d KiB slack \+ 549\.\d KiB for a step", err)
+    assert re.search(r"this step needs .* above the model; within 550KiB it costs \+\d+%", err)
+    assert 'net = rotor.Checkpointable(net, total_limit="card")' in err
+    assert "rotor run --total card train.py --fail-at 1" in err
     code, _, err = run(capsys, "train.py", "--fail-at", 0)
     assert (code, "no module was training before" in err) == (1, True)
 

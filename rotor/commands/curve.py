@@ -16,7 +16,9 @@ from rotor.commands.model import (
     add_model,
     add_offload,
     add_profile,
+    add_total,
     limit_of,
+    within_total,
     wrapped,
 )
 from rotor.report.curves import Point, write_curve
@@ -51,6 +53,7 @@ def add(commands: Any) -> None:
     add_profile(sub)
     add_offload(sub)
     sub.add_argument("--limit", metavar="BYTES", help=f"mark a limit, {LIMIT}")
+    add_total(sub)
     sub.add_argument(
         "--points",
         type=int,
@@ -75,14 +78,15 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     from rotor.commands import factories, running
-    from rotor.common.accounting import default_limit
     from rotor.fit import batches
     from rotor.fit.advice import better_of
     from rotor.fit.steps import RanStep, has_single_plan, measured_curve
     from rotor.meter import allocator
+    from rotor.meter.room import step_limit
 
     subject = Subject(arguments)
     subject.check()
+    limit = within_total(arguments, subject, limit)
     model = wrapped(subject, arguments, effort="fast")
     is_planned = has_single_plan(model)
     here = subject.profile is None
@@ -102,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
             shown = format_bytes(ran.limit_bytes)
             tell(arguments, f"a step within {shown}: {'ran' if ran.fits else 'does not fit'}")
 
-        most = default_limit(allocator.free_bytes(subject.device))
+        most = step_limit(subject.device, module=subject.model)
         tell(arguments, "the model has no single plan: steps are run under several limits")
         with batches.unchanged(subject.model, subject.device):
             steps = running.limited_steps(subject, model)

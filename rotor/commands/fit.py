@@ -7,7 +7,16 @@ import logging
 from typing import Any
 
 from rotor.commands import add_output, examples, give, tell
-from rotor.commands.model import LIMIT, UNKNOWN, Subject, add_model, add_offload, limit_of
+from rotor.commands.model import (
+    LIMIT,
+    UNKNOWN,
+    Subject,
+    add_model,
+    add_offload,
+    add_total,
+    limit_of,
+    within_total,
+)
 
 __all__ = ["add"]
 
@@ -37,6 +46,7 @@ def add(commands: Any) -> None:
         metavar="BYTES",
         help=f"limit of a step, {LIMIT} (default: 90%%)",
     )
+    add_total(sub)
     sub.add_argument(
         "--multiple-of", type=int, default=1, metavar="N", help="try multiples of N only"
     )
@@ -71,6 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     subject = Subject(arguments)
     subject.check()
+    limit = within_total(arguments, subject, limit)
     # On a terminal, a bar; what each of many batches logs says little.
     tell(arguments, "trying batches")
     logging.getLogger("rotor").setLevel(logging.WARNING)

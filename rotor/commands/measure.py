@@ -55,10 +55,9 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError("--save is of operations, not of stages: give --engine graph too")
     subject.check()
     from rotor.commands import factories, running
-    from rotor.common.accounting import default_limit
     from rotor.fit import batches
     from rotor.fit.steps import has_single_plan
-    from rotor.meter import allocator
+    from rotor.meter.room import step_limit
 
     model = wrapped(subject, arguments)
     if not has_single_plan(model):
@@ -70,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
         with batches.unchanged(subject.model, subject.device):
             steps = running.limited_steps(subject, model)
             steps.meter_parts()
-            ran = steps.run(default_limit(allocator.free_bytes(subject.device)))
+            ran = steps.run(step_limit(subject.device, module=subject.model))
         if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
             raise ValueError(
                 f"a step does not fit in {exact_bytes(ran.limit_bytes)}, what is free here"

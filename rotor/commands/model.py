@@ -13,7 +13,18 @@ from rotor.units import parse_bytes
 if TYPE_CHECKING:
     from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["LIMIT", "UNKNOWN", "Subject", "add_model", "add_profile", "limit_of", "wrapped"]
+__all__ = [
+    "LIMIT",
+    "UNKNOWN",
+    "Subject",
+    "add_model",
+    "add_profile",
+    "add_total",
+    "limit_of",
+    "total_of",
+    "within_total",
+    "wrapped",
+]
 
 LIMIT = 'such as 700MiB, "8 GB", 1e9 or, of what is free on the device, 50%%'
 """Forms of ``--limit``, for its help."""
@@ -128,6 +139,43 @@ def offload_of(arguments: argparse.Namespace) -> dict[str, Any]:
 _SMALL_BYTES = 1 << 20
 
 
+def add_total(sub: argparse.ArgumentParser) -> None:
+    """Add the option of a limit for the whole process."""
+    sub.add_argument(
+        "--total",
+        metavar="BYTES",
+        help="most bytes of the whole process on the device, such as 8GiB, or card: all that it "
+        "has; the limit of a step follows",
+    )
+
+
+def within_total(arguments: argparse.Namespace, subject: Subject, limit: int | None) -> int | None:
+    """Return the limit of a step that follows from ``--total``, or the given one if it is less.
+
+    Raises
+    ------
+    ValueError
+        Another machine is planned for, whose total has parts that are not known here.
+    """
+    total = total_of(arguments)
+    if total is None:
+        return limit
+    if subject.profile is not None:
+        raise ValueError("--total is of this machine, and --profile of another: give --limit")
+    from rotor.meter.room import Room
+
+    room = Room(subject.model, total)
+    found = room.take(subject.device)
+    tell(arguments, str(room.latest))
+    return found if limit is None else min(limit, found)
+
+
+def total_of(arguments: argparse.Namespace) -> int | str | None:
+    """Return the total of a command line, in bytes or "card"; ``None`` without one."""
+    text: str | None = arguments.total
+    return text if text in (None, "card") else parse_bytes(text, name="--total")
+
+
 def limit_of(arguments: argparse.Namespace) -> int | None:
     """Return the limit of a command line in bytes, and question one below 1 MiB.
 
@@ -138,6 +186,7 @@ def limit_of(arguments: argparse.Namespace) -> int | None:
     ValueError
         It cannot be read.
     """
+    total_of(arguments)  # Its errors come first, too.
     text: str | None = arguments.limit
     if text is None:
         return None

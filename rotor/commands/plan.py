@@ -14,7 +14,9 @@ from rotor.commands.model import (
     add_model,
     add_offload,
     add_profile,
+    add_total,
     limit_of,
+    within_total,
     wrapped,
 )
 from rotor.units import exact_bytes, format_bytes, format_seconds
@@ -47,6 +49,7 @@ def add(commands: Any) -> None:
     add_profile(sub)
     add_offload(sub)
     sub.add_argument("--limit", metavar="BYTES", help=f"of a step, {LIMIT}")
+    add_total(sub)
     sub.add_argument(
         "--out",
         metavar="FILE",
@@ -95,18 +98,19 @@ def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
     check_pages(arguments)
     from rotor.commands import running
-    from rotor.common.accounting import default_limit
+    from rotor.common.accounting import FREE_PERCENT
     from rotor.fit import batches
     from rotor.fit.steps import has_single_plan
-    from rotor.meter.limit import free_limit
+    from rotor.meter.room import step_limit
 
     subject = Subject(arguments)
     subject.check()
+    limit = within_total(arguments, subject, limit)
     if limit is None and subject.profile is not None:
         free = subject.profile.free_bytes
         if free is None:
             raise ValueError("the profile does not say what is free on that machine: give --limit")
-        limit = default_limit(free)
+        limit = free * FREE_PERCENT // 100
     model = wrapped(subject, arguments, limit)
     schedule: Any = None
     measured: dict[str, Any] = {}
@@ -119,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 f"--out {arguments.out}: the model runs in parts or by the dynamic engine, without "
                 "a single plan to be saved: leave --out out, the text and --html show steps"
             )
-        limit = free_limit(subject.device) if limit is None else limit
+        limit = step_limit(subject.device, limit, module=subject.model)
         with batches.unchanged(subject.model, subject.device):
             steps = running.limited_steps(subject, model)
             steps.meter_parts()

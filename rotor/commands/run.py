@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor.commands import examples
-from rotor.commands.model import LIMIT, limit_of
+from rotor.commands.model import LIMIT, add_total, limit_of, total_of
 
 __all__ = ["add"]
 
@@ -17,15 +17,18 @@ def add(commands: Any) -> None:
     sub = commands.add_parser(
         "run",
         help="a training script as it is, with an answer to `out of memory`",
-        usage="%(prog)s [--watch] [--limit BYTES] [options] SCRIPT.py [arguments of the script]",
+        usage="%(prog)s [--watch] [--limit BYTES] [--total BYTES] [options] SCRIPT.py "
+        "[arguments of the script]",
         description="Run a script as `python SCRIPT.py` does. Where it runs out of memory, or with "
         "--watch, say in words what its training step needs, what a limit costs, and which line "
-        "to add. With --limit, train within that limit: the module that is called outermost gets "
-        "it, and nothing in the script changes. Options of rotor come before the script.",
+        "to add. With --limit or --total, train within that limit: the module that is called "
+        "outermost gets it, and nothing in the script changes. Options of rotor come before the "
+        "script.",
         epilog=examples(
             "run train.py --epochs 3",
             "run --watch train.py --epochs 3",
             "run --limit 2GiB train.py --epochs 3",
+            "run --total card train.py --epochs 3",
             "run --watch -m package.train",
         ),
     )
@@ -41,6 +44,7 @@ def add(commands: Any) -> None:
         "nothing runs out of memory by itself, this is the way",
     )
     sub.add_argument("--limit", metavar="BYTES", help=f"train within this limit, {LIMIT}")
+    add_total(sub)
     group = sub.add_argument_group("output")
     group.add_argument("--json", metavar="FILE", help="write the advice as JSON to a file")
     group.add_argument("--quiet", action="store_true", help="write no progress to stderr")
@@ -49,11 +53,13 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    limit = limit_of(arguments)
-    if arguments.watch and limit is not None:
+    limit, total = limit_of(arguments), total_of(arguments)
+    is_limited = limit is not None or total is not None
+    if arguments.watch and is_limited:
         raise ValueError("--watch says what limits cost, and --limit keeps one: give one of them")
     if not arguments.is_module and not Path(arguments.script).is_file():
         raise ValueError(f"no file {arguments.script}: expected a script, before its arguments")
     from rotor.commands import script
 
-    return script.run(arguments, limit)
+    limits = {"mem_limit": limit, "total_limit": total} if is_limited else {}
+    return script.run(arguments, limits)

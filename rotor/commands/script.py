@@ -8,6 +8,7 @@ import gc
 import runpy
 import shlex
 import sys
+import sysconfig
 import traceback
 import types
 from collections.abc import Callable
@@ -19,13 +20,12 @@ from torch import nn
 
 from rotor._pytorch import devices
 from rotor.commands import tell, write_command_json
-from rotor.common.accounting import default_limit
 from rotor.common.tensor_trees import output_tensors
 from rotor.errors import InfeasibleError
 from rotor.fit import batches
 from rotor.fit.advice import Advice, advise, device_of_call
 from rotor.integrations.planned import PlannedForward
-from rotor.meter import allocator
+from rotor.meter.room import CARD, Room
 from rotor.meter.step_meter import StepBytes, StepMeter
 from rotor.units import format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -37,17 +37,18 @@ _FAILED, _USAGE = 1, 2
 _OWN = str(Path(__file__).resolve().parents[1])
 
 
-def run(arguments: argparse.Namespace, limit_bytes: int | None) -> int:
+def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
     """Run a script, and return its exit code.
 
     Parameters
     ----------
     arguments
         Arguments of ``rotor run``.
-    limit_bytes
-        Limit for the outermost module; ``None``: the script runs as it is.
+    limits
+        Limits for the outermost module, by their names in `rotor.Checkpointable`; without them
+        the script runs as it is.
     """
-    watcher = _Watcher(arguments, limit_bytes)
+    watcher = _Watcher(arguments, limits)
     error: BaseException | None = None
     try:
         with OutermostCalls(watcher.call) as calls:
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace, limit_bytes: int | None) -> int:
         del error
         watcher.explain_failure()
         return code
-    own = isinstance(error, InfeasibleError) and limit_bytes is not None
+    own = isinstance(error, InfeasibleError) and limits
     if own and not arguments.debug:
         tell(arguments, f"error: {_first_line(error)}", always=True)
         return _USAGE
@@ -118,10 +119,17 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     return trace
 
 
+_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
+
+
+def _is_of_user(filename: str) -> bool:
+    """Return whether code is the user's own: in a file outside of installed packages."""
+    return not filename.startswith((*_INSTALLED, _OWN, "<"))
+
+
 def _place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(_of_script(error.__traceback__))
-    libraries = str(Path(torch.__file__).parent)
-    own = [f for f in frames if not f.filename.startswith((libraries, _OWN, "<"))]
+    own = [f for f in frames if _is_of_user(f.filename)]
     return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
@@ -139,9 +147,9 @@ def _forget(error: BaseException) -> None:
 class _Watcher:
     """Observer of the outermost training forwards of a script."""
 
-    def __init__(self, arguments: argparse.Namespace, limit_bytes: int | None) -> None:
+    def __init__(self, arguments: argparse.Namespace, limits: dict[str, Any]) -> None:
         self._arguments = arguments
-        self._limit = limit_bytes
+        self._limits = limits
         self.stop: Callable[[], None] = lambda: None
         self._outer: nn.Module | None = None
         self._module: nn.Module | None = None
@@ -166,7 +174,7 @@ class _Watcher:
         elif module is not self._outer:
             self._others.add(type(unwrapped(module)).__name__)
             return plain(module, *args, **kwargs)
-        elif self._limit is not None:
+        elif self._limits:
             self.stop()
             return plain(module, *args, **kwargs)
         if not self._arguments.watch:
@@ -183,17 +191,20 @@ class _Watcher:
         self._module = module = unwrapped(outer)
         self._main = sys.modules["__main__"]
         self._name, self._hint = _variable(outer)
-        if self._limit is not None:
-            self._planned = PlannedForward(module, mem_limit=self._limit)
+        if self._limits:
+            self._planned = PlannedForward(module, **self._limits)
             self._planned.install()
-            tell(
-                self._arguments,
-                f"{type(module).__name__} trains within {format_bytes(self._limit)}",
-            )
+            tell(self._arguments, f"{type(module).__name__} trains within {self._shown_limits()}")
         elif not self._arguments.watch:
             self.stop()
             if module is outer:
                 module.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _shown_limits(self) -> str:
+        given, total = self._limits["mem_limit"], self._limits["total_limit"]
+        whole = "the card" if total == CARD else f"{format_bytes(total or 0)} in all"
+        named = [*([format_bytes(given)] if given else []), *([whole] if total else [])]
+        return " and ".join(named)
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -247,15 +258,17 @@ class _Watcher:
         device = device_of_call(self._module, *self._call)
         for parameter in self._module.parameters():
             parameter.grad = None
-        limit = default_limit(allocator.free_bytes(device))
         try:
             advice = self._advise()
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             self._tell(f"the training step could not be planned: {_first_line(error)}")
             return
-        self._say(advice, limit)
+        # Looked at last: what planning has loaded will be there beside each step, too.
+        room = Room(self._module, CARD)
+        self._say(advice, room.take(device), room)
 
-    def _say(self, advice: Advice, limit: int) -> None:
+    def _say(self, advice: Advice, limit: int, room: Room | None = None) -> None:
+        """Say what a limit costs; with the room of the device, as a limit for all of it."""
         plain = advice.plain_bytes if self._needs is None else self._needs
         needs = f"this step needs {format_bytes(plain)} above the model"
         name = self._name or "model"
@@ -271,15 +284,19 @@ class _Watcher:
         else:
             cost = advice.slowdown(limit) - 1
             shown = _rounded(limit)
-            line = f'{name} = rotor.Checkpointable({name}, mem_limit="{shown}")'
+            option, flag = ("mem_limit", "limit") if room is None else ("total_limit", "total")
+            value = shown if room is None else CARD
+            line = f'{name} = rotor.Checkpointable({name}, {option}="{value}")'
+            if room is not None:
+                self._tell(f"{room.latest}")
             self._tell(f"{needs}; within {shown} it costs {cost:+.0%}: add this line{self._hint}")
             sys.stderr.write(f"    {line}\n")
             if not self._name:
                 kind = type(self._module).__name__
                 self._tell(f"(no variable was found that holds the {kind}: it is named model here)")
-            flag = ["-m"] if self._arguments.is_module else []
-            words = [*flag, self._arguments.script, *self._arguments.rest]
-            self._tell(f"or run it so: rotor run --limit {shown} {shlex.join(words)}")
+            by_name = ["-m"] if self._arguments.is_module else []
+            words = [*by_name, self._arguments.script, *self._arguments.rest]
+            self._tell(f"or run it so: rotor run --{flag} {value} {shlex.join(words)}")
         if self._arguments.json is not None:
             data = {
                 "script": self._arguments.script,
@@ -299,7 +316,7 @@ class _Watcher:
             self._tell("no module trained: nothing was seen to plan")
         elif self._arguments.watch and not self._is_explained:
             self.explain()
-        if self._limit is not None and self._planned is None:
+        if self._limits and self._planned is None:
             self._tell("no module trained: the limit was for none")
         if self._planned is not None:
             self._finish_limit(self._planned.model)
@@ -308,10 +325,11 @@ class _Watcher:
     def _finish_limit(self, model: Checkpointable) -> None:
         plan = model.plan
         peak = None if plan is None else plan.measured_bytes
-        if peak is not None and self._limit is not None:
+        if plan is not None and peak is not None:
             tell(
                 self._arguments,
-                f"the metered step peaked at {format_bytes(peak)} of {format_bytes(self._limit)}",
+                f"the metered step peaked at {format_bytes(peak)} of "
+                f"{format_bytes(plan.limit_bytes)}",
             )
         if self._others:
             names = ", ".join(sorted(self._others))
@@ -329,10 +347,9 @@ def _rounded(nbytes: int) -> str:
 def _variable(module: nn.Module) -> tuple[str, str]:
     """Return the variable of the script that holds a module, and where a line belongs."""
     frame: types.FrameType | None = sys._getframe(1)
-    libraries = str(Path(torch.__file__).parent)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((libraries, _OWN, "<")) and "runpy" not in name:
+        if _is_of_user(name):
             found = _name_in(frame.f_locals, module) or _name_in(frame.f_globals, module)
             if found:
                 return found, _assignment(name, found)

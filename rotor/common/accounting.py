@@ -24,12 +24,14 @@ __all__ = [
     "NOISE_BYTES",
     "NOISE_SHARE",
     "PROOF_SHARE",
+    "ROOM_GROWTH",
     "SCALARS",
     "SCALAR_BYTES",
     "SCRAPS_BYTES",
     "SCRAPS_SHARE",
+    "SLACK_BYTES",
+    "SLACK_SHARE",
     "assumed_loss_bytes",
-    "default_limit",
     "generator_bytes",
     "has_room_for_proofs",
     "is_metered_again",
@@ -45,6 +47,15 @@ BLOCK_BYTES = 512
 
 FREE_PERCENT = 90
 """Percentage of the free memory that is the limit where none is given."""
+
+SLACK_SHARE = 16
+"""Part of a device's room that the allocator's slack is taken to be before it is known."""
+
+SLACK_BYTES = 40 << 20
+"""Least slack of an accelerator's allocator: two segments, of which large blocks are cut."""
+
+ROOM_GROWTH = 1.05
+"""Factor by which room has to grow for another plan."""
 
 SCALARS = 8
 """Numbers, such as the loss itself, that the caller holds while the backward runs."""
@@ -123,11 +134,6 @@ def rounded_bytes(nbytes: int, device_type: str) -> int:
     if device_type == "cpu":
         return nbytes
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def default_limit(free_bytes: int, processes: int = 1) -> int:
-    """Return the limit of each process that shares free memory, where no limit is given."""
-    return free_bytes * FREE_PERCENT // 100 // processes
 
 
 def scalar_bytes(device_type: str) -> int:

@@ -20,6 +20,7 @@ from rotor.dtr.recall import Observer
 from rotor.dtr.runtime import Session
 from rotor.dtr.storages import Store
 from rotor.errors import MemoryLimitWarning
+from rotor.meter.room import step_limit
 from rotor.simrd.log_writer import LogWriter
 from rotor.units import parse_bytes
 
@@ -78,6 +79,7 @@ def budget(
     device: torch.device | str | None = None,
     verify: str = "off",
     offload: Store | None = None,
+    total_limit: int | str | None = None,
 ) -> Iterator[Session]:
     """Run a program with at most so much memory above the level on entry.
 
@@ -90,6 +92,9 @@ def budget(
     limit
         Bytes, or text such as ``"2GiB"``, that may be allocated on the device above what was
         allocated on entry; ``None`` or infinity: no limit.
+    total_limit
+        Most bytes of the process on the device, as for `rotor.Checkpointable`: the limit is what
+        is left of it on entry, less the states that optimizers will make.
     heuristic
         Heuristic that chooses what to evict, by its name in `rotor.simrd.heuristics`. "DTREqClass"
         is the published default.
@@ -164,8 +169,9 @@ def budget(
         raise ValueError(f'verify={verify!r}, expected "always" or "off"')
     if current() is not None:
         raise RuntimeError(_NESTED)
+    most = _bytes_of_limit(limit)
     session = Session(
-        _bytes_of_limit(limit),
+        most if total_limit is None else step_limit(found, most, total_limit),
         heuristic=heuristic,
         seed=seed,
         strict=strict,

@@ -179,7 +179,11 @@ class Settings:
     module
         Plain model.
     mem_limit
-        Limit in bytes; ``None`` before it is known.
+        Limit in bytes; ``None`` where none was given.
+    total_limit
+        Most bytes of the process on the device, or "card"; ``None`` where none was given.
+    limit_bytes
+        Limit of the latest plan; ``None`` before one.
     algorithm, algorithm_options
         Algorithm that finds schedules of chains, and keywords of its ``solve``.
     unsuited
@@ -196,6 +200,7 @@ class Settings:
 
     module: nn.Module
     mem_limit: int | None = None
+    total_limit: int | str | None = None
     mem_slots: int = DEFAULT_SLOTS
     verbosity: int = 0
     preserve_rng_state: bool = True
@@ -213,10 +218,16 @@ class Settings:
     algorithm_options: dict[str, Any] = field(default_factory=dict)
     unsuited: dict[str, str] = field(default_factory=dict)
     graph_class: Any = None
+    limit_bytes: int | None = None
     given_options: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.given_options = self.options
+
+    @property
+    def present_limit(self) -> int | None:
+        """Limit of the latest plan, or else the given one; ``None`` where neither is known."""
+        return self.mem_limit if self.limit_bytes is None else self.limit_bytes
 
 
 class Refusal(NamedTuple):

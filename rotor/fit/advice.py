@@ -9,13 +9,12 @@ from typing import Any
 from torch import nn
 
 from rotor.algorithms.curve import Curve
-from rotor.common.accounting import default_limit
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.errors import CaptureError, MemoryLimitWarning
 from rotor.fit import batches
 from rotor.fit.steps import LimitedSteps, has_single_plan, measured_curve
-from rotor.meter import allocator
+from rotor.meter.room import step_limit
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["Advice", "advise", "better_of", "device_of_call"]
@@ -94,7 +93,7 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                     device,
                     lambda: _wrap(module, engine="dynamic"),
                 ),
-                default_limit(allocator.free_bytes(device)),
+                step_limit(device, module=module),
                 5,
             )
             plain_bytes = int(curve.bytes[-1])

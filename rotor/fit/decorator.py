@@ -15,7 +15,7 @@ from rotor._pytorch import devices
 from rotor.errors import InfeasibleError
 from rotor.fit.advice import advise, device_of_call
 from rotor.fit.batches import is_out_of_memory
-from rotor.meter.limit import free_limit
+from rotor.meter.room import checked_total, step_limit
 from rotor.units import exact_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.outermost import OutermostCalls, unwrapped
@@ -36,7 +36,11 @@ class _TooLarge(BaseException):
 
 
 def fit_batch_size(
-    mem_limit: int | str | None = None, *, starting_batch_size: int = 128, multiple_of: int = 1
+    mem_limit: int | str | None = None,
+    *,
+    starting_batch_size: int = 128,
+    multiple_of: int = 1,
+    total_limit: int | str | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorate a training function so that it gets the batch size that fits.
 
@@ -51,6 +55,8 @@ def fit_batch_size(
     mem_limit
         Most bytes that a training step may have allocated above the level at its start.
         ``None``: 90 % of what is free when the first forward begins.
+    total_limit
+        Most bytes of the process on the device, as for `rotor.Checkpointable`.
     starting_batch_size
         First batch size.
     multiple_of
@@ -79,7 +85,7 @@ def fit_batch_size(
     >>> train() in range(16, 256, 16)
     True
     """
-    limit = None if mem_limit is None else parse_bytes(mem_limit)
+    limits = None if mem_limit is None else parse_bytes(mem_limit), checked_total(total_limit)
     for name, value in (("starting_batch_size", starting_batch_size), ("multiple_of", multiple_of)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} = {value!r}, expected a whole number of 1 or more")
@@ -96,7 +102,7 @@ def fit_batch_size(
                 size = units * multiple_of
                 needed = 0
                 try:
-                    guard = _Guard(limit)
+                    guard = _Guard(limits)
                     with OutermostCalls(guard.call) as calls:
                         guard.stop = calls.stop
                         return function(size, *args, **kwargs)
@@ -131,15 +137,15 @@ def fit_batch_size(
 class _Guard:
     """Handler that plans the first outermost training forward, and lets it run if it fits."""
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+    def __init__(self, limits: tuple[int | None, int | str | None]) -> None:
+        self._limits = limits
         self.stop: Callable[[], None] = lambda: None
 
     def call(self, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
         self.stop()
         if not isinstance(module, Checkpointable):
             device: torch.device = device_of_call(module, args, kwargs)
-            limit = free_limit(device) if self._limit is None else self._limit
+            limit = step_limit(device, *self._limits, unwrapped(module))
             needed = advise(unwrapped(module), args, kwargs).plain_bytes
             if needed > limit:
                 raise _TooLarge(needed, limit)

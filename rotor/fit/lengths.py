@@ -19,9 +19,9 @@ from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import device_of, is_out_of_memory, step_bytes, sum_of, unchanged
 from rotor.fit.distributions import lengths_of
 from rotor.fit.steps import has_single_plan, seconds_of, settle
-from rotor.meter.limit import free_limit
+from rotor.meter.room import step_limit
 from rotor.report.text import table
-from rotor.units import format_bytes, format_seconds, parse_bytes
+from rotor.units import format_bytes, format_seconds
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["LengthCost", "LengthsCost", "cost_of_lengths", "lengths_of"]
@@ -178,6 +178,7 @@ def cost_of_lengths(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     engine: str = "auto",
     points: int = 5,
+    total_limit: int | str | None = None,
     **options: Any,
 ) -> LengthsCost:
     """Run training steps of a few lengths within a limit and plainly, and weigh them.
@@ -193,7 +194,7 @@ def cost_of_lengths(
         long in their second dimension as the first tensor are cut, or repeated, along it.
     lengths
         How often each length comes (`lengths_of`).
-    mem_limit
+    mem_limit, total_limit
         As for `rotor.Checkpointable`.
     loss_fn
         Loss of the output; by default the output's own loss, or the sum of its tensors.
@@ -219,7 +220,7 @@ def cost_of_lengths(
         )
     whole = first.shape[1]
     device = device_of((args, kwargs, ()))
-    limit = free_limit(device) if mem_limit is None else parse_bytes(mem_limit)
+    limit = step_limit(device, mem_limit, total_limit, model)
     loss_of = loss_fn or sum_of
 
     def batch_of(length: int) -> Any:

@@ -27,10 +27,10 @@ from rotor.fit.batches import (
 from rotor.fit.result import BatchFit, LargestBatch, TriedBatch
 from rotor.fit.steps import LimitedSteps, has_single_plan, seconds_of, settle
 from rotor.meter import allocator
-from rotor.meter.limit import free_limit
+from rotor.meter.room import step_limit
 from rotor.tier.offload import checked_offload
 from rotor.timing import single_runs
-from rotor.units import exact_bytes, format_bytes, parse_bytes
+from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["BatchFit", "LargestBatch", "TriedBatch", "largest_batch"]
@@ -60,6 +60,7 @@ def largest_batch(
     max_batch: int = MAX_BATCH,
     points: int = 5,
     timed: bool = True,
+    total_limit: int | str | None = None,
     **options: Any,
 ) -> LargestBatch:
     """Find the largest batch whose training step fits, and the one of best throughput.
@@ -100,6 +101,8 @@ def largest_batch(
     points
         Number of sizes to run with rotor at most, the largest among them, to find the best
         throughput.
+    total_limit
+        Most bytes of the process on the device, as for `Checkpointable`.
     timed
         True: stages and operations are timed until their times are stable. False: each is run once,
         which takes a fraction of the time, and finds the same largest batch; plans are then made
@@ -153,7 +156,7 @@ def largest_batch(
     batches = batches_of(model, sample, targets_of(targets) or (), loss_fn is not None, engine)
     device = device_of(batches(multiple_of))
     free = allocator.free_bytes(device)
-    limit = free_limit(device) if mem_limit is None else parse_bytes(mem_limit)
+    limit = step_limit(device, mem_limit, total_limit, model)
     if limit > free:
         raise ValueError(
             f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "

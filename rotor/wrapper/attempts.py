@@ -146,7 +146,7 @@ class _Failures:
 
     def text(self, engine: Engine) -> str:
         """Return a sentence on the failures and on the engine that runs instead."""
-        limit = exact_bytes(self._settings.mem_limit or 0)
+        limit = exact_bytes(self._settings.present_limit or 0)
         runs = {
             "plain": f"plain PyTorch runs such steps, and nothing keeps the limit of {limit}",
             "dynamic": "the dynamic engine runs such steps: it evicts and recomputes",

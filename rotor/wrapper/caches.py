@@ -224,7 +224,7 @@ class _Forward:
 
 
 def _of_limit(context: Context) -> str:
-    limit = context.settings.mem_limit
+    limit = context.settings.present_limit
     return "" if limit is None else f" of its limit of {exact_bytes(limit)}"
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor._pytorch import inductor as _inductor
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
 from rotor.common.background import checked_planning
@@ -25,6 +24,7 @@ from rotor.engines.graph.calls import takes_targets
 from rotor.engines.graph.counting import checked_counts
 from rotor.meter import allocator as memory
 from rotor.meter import history
+from rotor.meter.room import checked_total
 from rotor.report import plans as views
 from rotor.report.plot import plot_timeline
 from rotor.tier.interface import Tier
@@ -35,7 +35,9 @@ from rotor.wrapper.habits import warn_of_forward
 from rotor.wrapper.registry import ENGINES
 from rotor.wrapper.reporting import about, with_remarks
 from rotor.wrapper.setting import (
+    BACKENDS,
     Setting,
+    check_backend,
     check_names,
     checked_limit,
     checked_loss_bytes,
@@ -44,9 +46,6 @@ from rotor.wrapper.setting import (
 from rotor.wrapper.transparent import ShownForward, TransparentModule, shown
 
 __all__ = ["BACKENDS", "Checkpointable"]
-
-BACKENDS = ("fx", "inductor")
-"""Accepted values of ``backend=``."""
 
 _NOT_COMPILED = (
     "a model with a limit runs its own plan, which torch.compile leaves as it is: "
@@ -69,15 +68,16 @@ class Checkpointable(TransparentModule):
     mem_limit
         Most bytes that one training step (forward, loss, backward) may have allocated on the
         model's device at any moment above the level at which its forward began: bytes, or text
-        such as "700MiB". ``None``: 90 % of what is free when the first training forward begins,
-        divided by the processes of ``torchrun`` that share it.
+        such as "700MiB". Parameters, optimizer states and gradients that exist are not in it.
+        ``None``: 90 % of what is free, divided by the processes of ``torchrun`` that share it,
+        less the optimizer states still to come.
     mem_slots
         Number of memory slots that chains are planned on. Without a number, the exact
         solver is used if it is cheap, and 500 slots otherwise.
     verbosity
-        0: warnings, and one line when the first plan is run, with its peak and its time, also when
-        another plan took longer than a second and a step; -1: warnings alone; 1: what is done, 2:
-        details. The level of ``logging.getLogger("rotor")`` while this model is at work.
+        0: warnings, and one line when the first plan is run, and when another one took long; -1:
+        warnings alone; 1: what is done, 2: details. The level of ``logging.getLogger("rotor")``
+        while this model is at work.
     preserve_rng_state
         Recompute with the random numbers of the first forward.
     loss_tmp_memory_usage
@@ -119,6 +119,11 @@ class Checkpointable(TransparentModule):
         no tier.
     offload_limit
         Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
+    total_limit
+        Most bytes that this process may hold on the device, as ``nvidia-smi`` counts them, or
+        "card": all that others leave. What a step may take of it is what parameters, optimizer
+        states (those still to come too) and others leave (docs/out-of-memory.md). With `mem_limit`
+        too, the smaller limit holds.
     **options
         For graphs: ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`. With
         ``engine="auto"`` an ``nn.Sequential`` takes them too, and they have an effect only where
@@ -129,10 +134,9 @@ class Checkpointable(TransparentModule):
     module
         The wrapped model.
     mem_limit
-        Limit in bytes, ``None`` before it is known. A new one, in any form of the argument, holds
-        from the next step on, for which a plan is made.
-    mem_slots, verbosity, loss_tmp_memory_usage, verify, planning
-        Values of the arguments; new ones are checked, and hold from the next step on.
+        Limit of a step in bytes, ``None`` before it is known; a new one may have any form.
+    mem_slots, verbosity, loss_tmp_memory_usage, verify, planning, total_limit
+        Values of the arguments; new ones, also of `mem_limit`, hold from the next step on.
     preserve_rng_state, engine, loss_fn, backend, counts
         Values of the arguments, which cannot be changed.
     offload
@@ -162,7 +166,8 @@ class Checkpointable(TransparentModule):
     _shown_name = "Checkpointable"
     _settings_class: ClassVar[type[Settings]] = Settings
     _driver: Driver
-    mem_limit = Setting(checked_limit, plan_anew)
+    mem_limit = Setting(checked_limit, plan_anew, "present_limit")
+    total_limit = Setting(checked_total, plan_anew)
     mem_slots = Setting(checked_slots, plan_anew)
     verbosity = Setting(int)
     preserve_rng_state = Setting()
@@ -194,26 +199,20 @@ class Checkpointable(TransparentModule):
         counts: str = "allocated",
         offload: str | Tier | None = None,
         offload_limit: int | str | None = None,
+        total_limit: int | str | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}, expected one of {', '.join(ENGINES)}")
-        if backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}, expected one of {', '.join(BACKENDS)}")
-        if backend == "inductor":
-            if engine in ("chain", "dynamic"):
-                raise ValueError(
-                    f'backend="inductor" compiles captured graphs, and engine="{engine}" has none: '
-                    'use engine="graph"'
-                )
-            _inductor.check({parameter.device.type for parameter in model.parameters()})
+        check_backend(backend, engine, model)
         check_names(options, [*inspect.signature(Checkpointable.__init__).parameters][2:-1])
         refuse_unsuited_modules(model)
         settings = self._settings_class(
             model,
             mem_limit=checked_limit(mem_limit),
+            total_limit=checked_total(total_limit),
             mem_slots=mem_slots if mem_slots is DEFAULT_SLOTS else checked_slots(mem_slots),
             verbosity=verbosity,
             preserve_rng_state=preserve_rng_state,

@@ -41,7 +41,6 @@ from rotor.engines.contract import (
 from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter import allocator
-from rotor.meter.limit import free_limit
 from rotor.meter.step_meter import StepWatch, cancel_running
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
@@ -58,6 +57,7 @@ from rotor.wrapper.habits import (
     warn_of_searches,
 )
 from rotor.wrapper.kinds import unused_kinds
+from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import observer_of_step
 from rotor.wrapper.order import Order
 from rotor.wrapper.sharing import agree_to_share
@@ -83,6 +83,8 @@ class Driver:
         Engines of the model, in the order in which they are asked.
     context
         Context that the engines share.
+    limits
+        Source of the limits of plans.
     calls
         Number of calls of the wrapper's forward.
     """
@@ -100,6 +102,7 @@ class Driver:
         self._is_crowded = self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
+        self.limits = Limits(settings)
         self._attempts = Attempts()
         self._checked: ModelState | None = None
         _drivers.add(self)
@@ -181,6 +184,7 @@ class Driver:
         self._is_pending, self._is_crowded, self._has_collected = None, False, False
         self._checked = None
         self._announcer = Announcer(self.settings.verbosity)
+        self.limits = Limits(self.settings)
         self._attempts = Attempts()
         _drivers.add(self)
         self._discover(None, state["warned"])
@@ -214,10 +218,8 @@ class Driver:
     # -- the limit
 
     def limit_on(self, device: torch.device) -> int:
-        """Return the limit; that of what is free now, kept from now on, where none was given."""
-        if self.settings.mem_limit is None:
-            self.settings.mem_limit = free_limit(device)
-        return self.settings.mem_limit
+        """Return the limit of a step that is planned now."""
+        return self.limits.limit_on(device, self.context.latest)
 
     def planned(self) -> Any:
         """Return the plan that ran last; raise ValueError before one."""
@@ -317,13 +319,16 @@ class Driver:
 
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
         """Plan a measured kind of step."""
-        engine, settings = self.order.of(key), self.settings
-        is_given = settings.mem_limit is not None
+        engine = self.order.of(key)
         limit = engine.limit_on(engine.device_of(key), self.limit_on)
-        plan = engine.plan(key, limit, reserve_bytes)
-        if not is_given:
-            # Ranks share the least of their limits.
-            settings.mem_limit = plan.limit_bytes
+        try:
+            plan = engine.plan(key, limit, reserve_bytes)
+        except InfeasibleError as error:
+            self.limits.explain(error)
+            raise
+        # Ranks share the least of their limits.
+        self.settings.limit_bytes = plan.limit_bytes
+        self.limits.check(self.context, plan)
         return self._install(key, plan)
 
     def _first(self, key: Key, call: Call) -> Any:
@@ -507,6 +512,9 @@ class Driver:
             del plans[key]
         if plan is not None:
             engine.expect(plan)
+            if self.limits.is_outgrown(plan):
+                plan = None
+                del plans[key]
         wants_plan = plan is None or plan.verdict is not Verdict.KEEP
         wants_measure, wants_plan = self.context.peers.settle(
             is_one_behind, is_stale or not engine.is_measured(key), wants_plan

@@ -70,7 +70,7 @@ def runs_first(context: Context) -> bool:
 
 
 def _unlimited(context: Context) -> str:
-    limit = context.settings.mem_limit
+    limit = context.settings.present_limit
     return f"and nothing keeps the limit{'' if limit is None else ' of ' + exact_bytes(limit)}"
 
 

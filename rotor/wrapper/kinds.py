@@ -23,7 +23,7 @@ def unused_kinds(context: Context) -> list[Key]:
     context
         Context of the model; its plans are in the order of their last use.
     """
-    limit = context.settings.mem_limit or 0
+    limit = context.settings.present_limit or 0
     most = min(_MOST, max(_FEWEST, limit // _SHARE // _BYTES))
     alone = {key.measured: key for key, plan in context.plans.items() if plan.is_alone}
     return list(alone.values())[:-most]

@@ -28,6 +28,9 @@ def with_remarks(driver: Driver, text: Text) -> Text:
     """Return a text on the plan of the latest step with the shapes that it is for, and remarks."""
     plan, count = driver.planned(), len(driver.context.plans)
     remarks = driver.engines[0].remarks(plan, driver.context.latest_key)
+    room = driver.limits.room
+    if room is not None and room.latest is not None:
+        remarks = [Text(str(room.latest)), *remarks]
     shapes = _shapes(plan)
     if shapes:
         others = f", one of {count} plans (model.plans)" if count > 1 else ""

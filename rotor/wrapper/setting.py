@@ -6,10 +6,24 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
+
+from rotor._pytorch import inductor
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.units import parse_bytes
 
-__all__ = ["Setting", "check_names", "checked_limit", "checked_loss_bytes", "plan_anew"]
+__all__ = [
+    "BACKENDS",
+    "Setting",
+    "check_backend",
+    "check_names",
+    "checked_limit",
+    "checked_loss_bytes",
+    "plan_anew",
+]
+
+BACKENDS = ("fx", "inductor")
+"""Accepted values of ``backend=``."""
 
 
 class Setting:
@@ -21,21 +35,26 @@ class Setting:
         Function that returns a checked value, or raises; ``None``: the option cannot be changed.
     changed
         Function of the driver, called after a change.
+    shown
+        Name of the settings' attribute that is read, if not the option's own.
     """
 
     def __init__(
         self,
         check: Callable[[Any], Any] | None = None,
         changed: Callable[[Any], object] | None = None,
+        shown: str = "",
     ) -> None:
         self._check = check
         self._changed = changed
+        self._shown = shown
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        self._shown = self._shown or name
 
     def __get__(self, model: Any, owner: type) -> Any:
-        return self if model is None else getattr(model._driver.settings, self._name)
+        return self if model is None else getattr(model._driver.settings, self._shown)
 
     def __set__(self, model: Any, value: Any) -> None:
         if self._check is None:
@@ -46,6 +65,19 @@ class Setting:
         setattr(model._driver.settings, self._name, self._check(value))
         if self._changed is not None:
             self._changed(model._driver)
+
+
+def check_backend(backend: str, engine: str, model: nn.Module) -> None:
+    """Raise ValueError for an unknown backend, or one that compiles where nothing is captured."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}, expected one of {', '.join(BACKENDS)}")
+    if backend == "inductor":
+        if engine in ("chain", "dynamic"):
+            raise ValueError(
+                f'backend="inductor" compiles captured graphs, and engine="{engine}" has none: '
+                'use engine="graph"'
+            )
+        inductor.check({parameter.device.type for parameter in model.parameters()})
 
 
 def checked_limit(limit: int | str | None) -> int | None:
@@ -62,6 +94,7 @@ def plan_anew(driver: Any) -> None:
     """Drop all plans of a driver: the following steps are planned by its settings as they are."""
     driver.context.plans = {}
     driver.order.ask_again()
+    driver.settings.limit_bytes = None
     for engine in driver.engines:
         engine.begin_planning()
 

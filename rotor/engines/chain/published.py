@@ -20,7 +20,7 @@ from rotor.chain import Chain
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.stages import Stage
 from rotor.errors import InfeasibleError
-from rotor.meter.limit import free_limit
+from rotor.meter.room import step_limit
 from rotor.units import exact_bytes
 
 __all__ = ["LoadedSequence", "PublishedChain", "checked_sequence", "modules_of"]
@@ -148,7 +148,7 @@ class PublishedChain:
 
     def _within_free_memory(self, algorithm: DynamicAlgorithm) -> Sequence:
         device = self.device_of(self.context.measured_key())
-        return self._planned(free_limit(device), None, algorithm)
+        return self._planned(step_limit(device), None, algorithm)
 
     def _planned(
         self, limit: int | str, slots: int | None, algorithm: DynamicAlgorithm

@@ -1,0 +1,170 @@
+"""Optimizers of the process, and the bytes of states that their first steps will make."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from rotor._pytorch import core
+
+__all__ = ["ASSUMED", "coming_bytes", "find", "made_bytes", "number_of_changes", "watch"]
+
+ASSUMED = ("Adam", 2)
+"""Optimizer that is assumed before one is seen, and its states per parameter."""
+
+_SAMPLE = 8192
+"""Most elements of a parameter on which an optimizer is tried that computes with its values."""
+
+_known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that were seen, with the number of their parameters with a state."""
+
+_changes = 0
+_is_watching = False
+
+
+def watch() -> None:
+    """Notice, from now on, optimizers that step and have other states than before."""
+    global _is_watching
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    global _changes
+    count = len(optimizer.state)
+    if _known.get(optimizer) != count:
+        _known[optimizer] = count
+        _changes += 1
+
+
+def number_of_changes() -> int:
+    """Return how often states were seen to come, or an optimizer was seen first."""
+    return _changes
+
+
+def find(parameters: Iterable[torch.Tensor]) -> None:
+    """Look for the optimizers of the process, unless these parameters have known ones."""
+    held = {id(p) for optimizer in list(_known) for p in _parameters_of(optimizer)}
+    if all(id(parameter) in held for parameter in parameters):
+        return
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer) and "state" in vars(found):
+            _known.setdefault(found, len(found.state))
+
+
+def made_bytes(device: torch.device) -> int:
+    """Return the bytes of the known optimizers' states on a device."""
+    states = {
+        state
+        for optimizer in list(_known)
+        for state in _tensors(optimizer)
+        if state.device == device
+    }
+    return sum(state.untyped_storage().nbytes() for state in states)
+
+
+def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tuple[int, str]:
+    """Return the bytes of states still to be made on a device, and the optimizer's name.
+
+    Parameters
+    ----------
+    parameters
+        Parameters that train: those that no known optimizer has are taken to get Adam's states.
+    device
+        Device of the states.
+    """
+    total, names = 0, list[str]()
+    held: set[int] = set()
+    for optimizer in list(_known):
+        own = {id(p) for p in _parameters_of(optimizer)}
+        if not own <= held:
+            missing = _missing_bytes(optimizer, device)
+            total += missing
+            names += [type(optimizer).__name__] if missing else []
+            held |= own
+    others = [p for p in parameters if id(p) not in held and p.device == device]
+    if others:
+        total += ASSUMED[1] * sum(_local(p).nbytes for p in others if p.requires_grad)
+        names.append(ASSUMED[0])
+    return total, " and ".join(dict.fromkeys(names))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    leaves, _ = core.tree_flatten(list(optimizer.state.values()))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded parameter, or the parameter."""
+    found: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return found
+
+
+def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    total = 0
+    for group in optimizer.param_groups:
+        missing = Counter(
+            (_local(p).shape, p.dtype)
+            for p in group["params"]
+            if p.requires_grad and p.device == device and not optimizer.state.get(p)
+        )
+        for (shape, dtype), count in missing.items():
+            total += count * _tried_bytes(optimizer, group, shape, dtype, device)
+    return total
+
+
+def _tried_bytes(
+    optimizer: Optimizer, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Return the bytes of the state that a twin of an optimizer makes for a parameter alone.
+
+    The twin shares attributes with the optimizer: one that holds tensors or other optimizers in
+    them could step these, and is not tried.
+    """
+    size, name = shape.numel(), type(optimizer).__name__.lower()
+    sample = shape if size <= _SAMPLE else torch.Size([_SAMPLE])
+    bits = next((bits for bits in (4, 8) if f"{bits}bit" in name), None)
+    is_plain = bits is None and all(
+        _is_plain(value) for key, value in vars(optimizer).items() if key not in _OWN
+    )
+    for place, tried in ((torch.device("meta"), shape), (device, sample)) if is_plain else ():
+        parameter = torch.nn.Parameter(torch.zeros(tried, dtype=dtype, device=place))
+        parameter.grad = torch.zeros_like(parameter)
+        twin: Any = object.__new__(type(optimizer))
+        vars(twin).update(vars(optimizer))
+        twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
+        try:
+            with torch.no_grad():
+                inspect.unwrap(type(optimizer).step)(twin)
+        except Exception:  # An optimizer of others may ask for anything.
+            continue
+        states = {s for s in _tensors(twin) if s.device == place}
+        found = sum(s.untyped_storage().nbytes() for s in states)
+        return found * size // max(tried.numel(), 1)
+    return ASSUMED[1] * size * (bits or 8 * dtype.itemsize) // 8
+
+
+_OWN = ("state", "param_groups", "step")
+"""Attributes of an optimizer that its twin has for itself; schedulers put a step there."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value holds nothing that an optimizer could step."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or callable(value) or isinstance(value, str | int | float | complex)

@@ -1,0 +1,97 @@
+"""Limit of a model's steps: the given one, or the room on the device, less what is to come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rotor.engines.contract import Context, Settings
+from rotor.errors import InfeasibleError
+from rotor.meter import allocator
+from rotor.meter.room import Room
+from rotor.units import exact_bytes
+
+__all__ = ["Limits"]
+
+_MOST_STATES = 4
+"""Bytes of an optimizer's states per byte of parameters, at most: more are looked for."""
+
+
+class Limits:
+    """Source of the limits of a model's plans.
+
+    Parameters
+    ----------
+    settings
+        Options of the model.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._latest: tuple[int | str | None, Room] | None = None
+        if settings.total_limit is not None:
+            assert self.room is not None  # Blocks are given back from now on.
+
+    @property
+    def room(self) -> Room | None:
+        """Room on the device that decides about limits; ``None`` where they are given."""
+        total = self._settings.total_limit
+        if self._settings.mem_limit is not None and total is None:
+            return None
+        if self._latest is None or self._latest[0] != total:
+            self._latest = total, Room(self._settings.module, total)
+        return self._latest[1]
+
+    def limit_on(self, device: torch.device, latest: Any) -> int:
+        """Return the limit of a step that is planned now.
+
+        Parameters
+        ----------
+        device
+            Device of the step.
+        latest
+            Latest plan; ``None`` before one.
+        """
+        given, room = self._settings.mem_limit, self.room
+        if room is None:
+            assert given is not None
+            return given
+        found = room.take(device, None if latest is None else latest.measured_bytes)
+        return found if given is None else min(given, found)
+
+    def is_outgrown(self, plan: Any) -> bool:
+        """Return whether a plan is for other bytes than there are now."""
+        settings = self._settings
+        if settings.mem_limit is not None and settings.total_limit is None:
+            return False
+        room = self.room
+        return room is not None and room.is_outgrown(plan)
+
+    def explain(self, error: InfeasibleError) -> None:
+        """Add the sum behind the limit to an error of a planner."""
+        room = self.room
+        if room is not None and room.latest is not None and error.minimum_bytes:
+            least = exact_bytes(room.latest.least_total(error.minimum_bytes))
+            text = f"{error}. The limit follows from {room.latest}: in all, {least} would do"
+            error.args = (text, *error.args[1:])
+
+    def check(self, context: Context, plan: Any) -> None:
+        """Warn, once, of a given limit above what is free, where a step may take it."""
+        if self.room is not None or "free" in context.warned:
+            return
+        trained = sum(p.nbytes for p in self._settings.module.parameters() if p.requires_grad)
+        if plan.limit_bytes + _MOST_STATES * trained <= allocator.free_bytes(plan.device):
+            return
+        room = Room(self._settings.module, None)
+        room.take(plan.device)
+        assert room.latest is not None
+        is_above = plan.limit_bytes > room.available_bytes
+        needs = plan.limit_bytes if plan.unlimited_bytes is None else plan.predicted_bytes
+        if is_above or needs > room.available_bytes - room.coming_bytes:
+            context.warn(
+                "free",
+                f"the limit of a step is {exact_bytes(plan.limit_bytes)}, and {plan.device} has "
+                f"less for it: {room.latest}. Give as much, or leave it to rotor: "
+                'total_limit="card"',
+            )
