@@ -75,6 +75,15 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    logger = logging.getLogger("rotor")
+    before = logger.level
+    try:
+        return _fit(arguments)
+    finally:
+        logger.setLevel(before)
+
+
+def _fit(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
     from rotor.commands.losses import likely_loss
     from rotor.fit.search import largest_batch

@@ -21,6 +21,15 @@ class Progress:
     ends, where stderr is a terminal and ``rich`` is installed; otherwise one line is logged, at
     level INFO. It is itself the callback ``(done, total)`` that solvers take. While a bar is shown,
     work within it shows none.
+
+    Parameters
+    ----------
+    total
+        Units of the work.
+    description
+        Words for what is done.
+    at_once
+        True to show the bar before a second has passed.
     """
 
     _outer: ClassVar[Progress | None] = None

@@ -100,7 +100,7 @@ class Key(NamedTuple):
 
     @property
     def gradients(self) -> str:
-        """Which gradients exist when such a step begins, as text."""
+        """Gradients that exist when such a step begins, as text."""
         flags = self.absent if isinstance(self.absent, tuple) else ()
         some = f"{len(flags) - sum(map(bool, flags))} of {len(flags)} gradients exist"
         return "no gradients yet" if all(flags) else some if any(flags) else "gradients exist"

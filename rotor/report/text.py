@@ -31,14 +31,13 @@ class Text(str):
         return str(self)
 
 
-_COLUMNS, _NARROWEST = 100, 20
+_COLUMNS, _NARROWEST = 1 << 20, 20
 
 
 def table(rows: Sequence[Sequence[str]]) -> Text:
     """Return rows of text in columns; the first row is the head, the first column left-aligned.
 
-    Cells of the widest column fold where a line would be wider than the terminal, or than 100
-    columns without one.
+    Cells of the widest column fold where a line would be wider than the terminal, if one is known.
     """
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     over = sum(widths) + 2 * len(widths) - 2 - shutil.get_terminal_size((_COLUMNS, 1)).columns
