@@ -302,8 +302,9 @@ def shared_memory() -> list[str]:
         allocator.free_bytes = kept
         del os.environ["LOCAL_WORLD_SIZE"]
     # Less the states of an optimizer still to come.
-    is_shared = 0 < 450_000_000 - planned.mem_limit < 1_000_000
-    return [] if is_shared else [f"limit {planned.mem_limit}"]
+    states = 2 * sum(parameter.to_local().nbytes for parameter in planned.parameters())
+    is_shared = planned.mem_limit == 450_000_000 - states
+    return [] if is_shared else [f"limit {planned.mem_limit}, states {states}"]
 
 
 class Closed(nn.Module):

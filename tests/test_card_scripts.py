@@ -37,25 +37,18 @@ class Net(nn.Module):
 model = Net()
 """
 
+STEPS = """
+for step in range(4):
+    optimizer.zero_grad()
+    loss = model(torch.randn(16384, 128)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), flush=True)
+"""
+
 LOOPS = {
-    "adam": """
-optimizer = torch.optim.AdamW(model.parameters())
-for step in range(4):
-    optimizer.zero_grad()
-    loss = model(torch.randn(16384, 128)).square().mean()
-    loss.backward()
-    optimizer.step()
-    print(loss.item().hex(), flush=True)
-""",
-    "sgd": """
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-for step in range(4):
-    optimizer.zero_grad()
-    loss = model(torch.randn(16384, 128)).square().mean()
-    loss.backward()
-    optimizer.step()
-    print(loss.item().hex(), flush=True)
-""",
+    "adam": f"optimizer = torch.optim.AdamW(model.parameters())\n{STEPS}",
+    "sgd": f"optimizer = torch.optim.SGD(model.parameters(), 0.01)\n{STEPS}",
     "accumulation": """
 optimizer = torch.optim.Adam(model.parameters())
 for step in range(4):

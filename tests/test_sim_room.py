@@ -181,7 +181,7 @@ def test_what_the_parameters_leave_is_too_little(sim):
         model(batch())
 
 
-def test_a_limit_above_the_free_memory_is_warned_of_with_the_sum(sim):
+def test_a_plan_that_takes_more_than_is_free_is_warned_of_with_the_sum(sim):
     sim.set_capacity(300 * MiB)
     sim.set_taken(32 * MiB)
     model = rotor.Checkpointable(Blocks().to("sim"), mem_limit="300MiB", verbosity=-1)
