@@ -13,6 +13,8 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Texts are as wide as they are, whatever terminal the tests run in.
+os.environ["COLUMNS"] = "10000"
 
 
 def pytest_runtest_protocol(item):

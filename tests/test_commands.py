@@ -553,7 +553,8 @@ def test_json_goes_to_a_file_beside_the_text(capsys):
 @pytest.mark.parametrize(
     "command", ["info", "measure", "curve", "plan", "fit", "report", "simulate", "experiment run"]
 )
-def test_help_has_the_options_all_commands_share(command, capsys):
+def test_help_has_the_options_all_commands_share(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0
     for option in ("--json", "--quiet", "--debug"):

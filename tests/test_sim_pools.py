@@ -101,7 +101,10 @@ def test_segments_are_taken_before_a_step(sim):
     calls = []
     wrapped.module.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     sim.set_capacity(sim.memory_reserved() + 30 * MIB)
-    with pytest.raises(torch.OutOfMemoryError, match="the step was not begun"):
+    with (
+        pytest.warns(rotor.MemoryLimitWarning, match="has less for it"),
+        pytest.raises(torch.OutOfMemoryError, match="the step was not begun"),
+    ):
         one_step(wrapped, batches[0], True)
     assert not calls
     assert all(p.grad is None for p in wrapped.parameters())
