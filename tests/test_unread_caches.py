@@ -311,23 +311,29 @@ BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
 )
 @pytest.mark.filterwarnings("ignore:gradient checkpointing is on:rotor.MemoryLimitWarning")
 def test_the_cache_is_left_out_wherever_a_nested_configuration_asks_for_it(make, batch, leaves_out):
-    def train(model):
+    def train(model, **arguments):
         torch.manual_seed(2)
-        output = model(**batch)
+        output = model(**batch, **arguments)
         next(value for value in output.values() if torch.is_tensor(value)).mean().backward()
         return output
 
     torch.manual_seed(0)
     plain = make().train()
     model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="1 GB", engine="dynamic")
+    twin = copy.deepcopy(plain)
     expected, found = train(plain), train(model)
     assert list(found.keys()) == list(expected.keys())
+    # Without a cache, attention reads other strides, and some processors round otherwise.
+    exact = train(twin, use_cache=False) if leaves_out else train(twin)
     for name in expected:
         if torch.is_tensor(expected[name]):
-            assert torch.equal(found[name], expected[name])
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
+            assert torch.equal(found[name], exact[name])
+            torch.testing.assert_close(found[name], expected[name])
+    parameters = [each.parameters() for each in (model, twin, plain)]
+    for ours, theirs, usual in zip(*parameters, strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) == (usual.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+        torch.testing.assert_close(ours.grad, usual.grad)
     cache = getattr(found, "cache", None)
     assert (type(cache) is UnreadCache) is leaves_out
     assert (cache is None) == (getattr(expected, "cache", None) is None)
