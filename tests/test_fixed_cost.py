@@ -97,7 +97,7 @@ def test_a_settled_step_reads_the_random_state_once_at_most(engine, times, monke
     assert calls == Counter(kept=3 * times)
 
 
-@pytest.mark.parametrize(("engine", "most"), [("chain", 180), ("graph", 265)])
+@pytest.mark.parametrize(("engine", "most"), [("chain", 165), ("graph", 250)])
 def test_a_settled_step_calls_few_functions(engine, most):
     _, limited = _settled(engine)
     home, calls = os.path.dirname(rotor.__file__), Counter()

@@ -96,7 +96,6 @@ class Driver:
         self.context: Context
         self.engines: list[Engine]
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
-        self._unplanned: set[Any] = set()
         self._is_pending: IsPending = None
         self._thread = 0
         self._is_crowded = self._has_collected = False
@@ -105,7 +104,6 @@ class Driver:
         self.limits = Limits(settings)
         self._attempts = Attempts()
         self._checked: ModelState | None = None
-        _drivers.add(self)
         self._discover(None, set())
         self.engines[0].check_options(settings.options)
         self._check_sharding()
@@ -122,7 +120,7 @@ class Driver:
             warned=warned,
         )
         self._is_unit = fsdp.is_unit(self._wrapper())
-        self._unplanned = set()
+        self._unplanned: set[Any] = set()
         self._caches = CacheRule(self.context, is_read=is_read)
         self.order = Order(self.context)
         self.engines = self.order.engines
@@ -186,7 +184,6 @@ class Driver:
         self._announcer = Announcer(self.settings.verbosity)
         self.limits = Limits(self.settings)
         self._attempts = Attempts()
-        _drivers.add(self)
         self._discover(None, state["warned"])
         self.context.learned_loss.update(state["learned_loss"])
         if state["kept"] is not None:
@@ -209,11 +206,12 @@ class Driver:
         return self._sees_other()
 
     def _sees_other(self) -> bool:
-        others = list(_drivers) if len(_drivers) > 1 else []
-        return any(
-            other is not self and other._thread == self._thread and other.is_pending()
-            for other in others
-        )
+        for other in list(_begun):
+            if other is not self and other._thread == self._thread:
+                if other.is_pending():
+                    return True
+                _begun.discard(other)
+        return False
 
     # -- the limit
 
@@ -338,9 +336,12 @@ class Driver:
         except InfeasibleError as error:
             release(error)
             refusal = error
-        if self.context.learned_loss.pop(key.measured, None) is not None:
-            return self._first(key, call)
-        return self._attempts.by_dynamic(self, key, call, refusal, lambda: self._make(key))
+        try:
+            if self.context.learned_loss.pop(key.measured, None) is not None:
+                return self._first(key, call)
+            return self._attempts.by_dynamic(self, key, call, refusal, lambda: self._make(key))
+        finally:
+            del refusal
 
     def _install(self, key: Key, plan: Any) -> Any:
         plan.key = key
@@ -374,9 +375,8 @@ class Driver:
         key = context.measured_key() if engine.plans_ahead else None
         self.order.ask_again()
         owner = engine if key is None else self.order.of(key)
-        concerned = {engine, owner}
         before = (dict(vars(settings)), context.plans)
-        states = [(known, dict(vars(known))) for known in concerned]
+        states = [(known, dict(vars(known))) for known in {engine, owner}]
         try:
             engine.choose(algo, options)
             if limit_bytes is not None:
@@ -384,7 +384,7 @@ class Driver:
             if mem_slots is not None:
                 settings.mem_slots = mem_slots
             context.plans = {}
-            for known in concerned:
+            for known, _ in states:
                 known.begin_planning()
             if key is None:
                 return None
@@ -585,6 +585,7 @@ class Driver:
         previous = STEP.set(RerunNotes(self.context, engine, plan, self.is_pending))
         try:
             output, self._is_pending = engine.run(plan, call, start)
+            _begun.add(self)
             output = with_views(output)
         except BaseException as error:
             for meter in started:
@@ -609,7 +610,7 @@ class Driver:
         self._is_crowded = True
 
 
-_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+_begun: weakref.WeakSet[Driver] = weakref.WeakSet()
 
 _planning = threading.RLock()
 """Measuring and planning patch PyTorch for the whole process: one thread at a time does."""
