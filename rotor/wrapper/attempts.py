@@ -240,22 +240,28 @@ class Attempts:
             That engine cannot keep the limit either; the error with the least need.
         """
         order, context = driver.order, driver.context
-        if not order.refuse_size(key, call, str(refusal)):
-            raise refusal
         try:
-            plan = make()
-            order.of(key).try_out(key, call)
-        except Exception as error:
-            order.hand_back(key, None)
-            context.plans.pop(key, None)
-            needs = [e for e in (refusal, error) if isinstance(e, InfeasibleError)]
-            raise min(needs, key=lambda e: e.minimum_bytes) from None
-        context.warn(
-            "small",
-            f"no schedule fits in the limit of {exact_bytes(plan.limit_bytes)}: such steps need "
-            f"{exact_bytes(refusal.minimum_bytes)} by a plan. {TAKEN_OVER}",
-        )
-        return plan
+            if not order.refuse_size(key, call, str(refusal)):
+                raise refusal
+            try:
+                plan = make()
+                order.of(key).try_out(key, call)
+            except Exception as error:
+                order.hand_back(key, None)
+                context.plans.pop(key, None)
+                raise min(
+                    (e for e in (refusal, error) if isinstance(e, InfeasibleError)),
+                    key=lambda e: e.minimum_bytes,
+                ) from None
+            context.warn(
+                "small",
+                f"no schedule fits in the limit of {exact_bytes(plan.limit_bytes)}: such steps "
+                f"need {exact_bytes(refusal.minimum_bytes)} by a plan. {TAKEN_OVER}",
+            )
+            return plan
+        finally:
+            # An error in its own frames would keep the arguments of the step.
+            del refusal
 
     def _report(self, driver: Any) -> None:
         """Warn of engines that failed, and of one that has taken the step over."""
