@@ -13,8 +13,6 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Texts are as wide as they are, whatever terminal the tests run in.
-os.environ["COLUMNS"] = "10000"
 
 
 def pytest_runtest_protocol(item):
@@ -54,6 +52,8 @@ def nothing_learnt(tmp_path_factory, monkeypatch):
     """Begin each test with what a new process of a new user knows of operators and devices."""
     folder = tmp_path_factory.getbasetemp() / f"cache{next(_number)}"
     monkeypatch.setenv("ROTOR_CACHE_DIR", str(folder))
+    # Texts are as wide as they are, whatever terminal the tests run in.
+    monkeypatch.setenv("COLUMNS", "10000")
     for module, names in _LEARNT.items():
         for name in names if module in sys.modules else ():
             table = getattr(sys.modules[module], name)
