@@ -16,6 +16,7 @@ from torch import nn
 
 import rotor
 from rotor.algorithms.curve import Curve
+from rotor.commands import script
 from rotor.commands.main import main
 from rotor.fit.advice import Advice
 from rotor.meter import allocator
@@ -136,6 +137,55 @@ def test_a_limit_is_kept_without_a_change_of_the_script(capsys):
     assert code == 2
     assert "error: no plan was found that fits in 20 KiB (20480 bytes)" in err
     assert "Traceback" not in err
+
+
+BACKWARD = """
+import sys
+import weakref
+import torch
+
+kept = []
+
+
+def fail(grad):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        x = super().forward(x).tanh()
+        kept.append(weakref.ref(x))
+        x.register_hook(fail)
+        return {"x": x} if "mapping" in sys.argv else x
+
+
+net = Net(8, 8)
+output = net(torch.randn(4, 8))
+value = output["x"] if "mapping" in sys.argv else output
+loss = value.square().sum()
+del value
+loss.backward()
+"""
+
+
+@pytest.mark.parametrize("kind", ["tensor", "mapping"])
+def test_a_step_that_failed_in_its_backward_is_freed_before_planning(
+    kind, capsys, monkeypatch, tmp_path
+):
+    """A plan is made in the memory that the script's variables have kept from it."""
+    (tmp_path / "backward.py").write_text(BACKWARD, encoding="utf-8")
+    seen, inner = [], script.advise
+
+    def advise(*arguments):
+        kept = vars(sys.modules["__main__"])["kept"]
+        seen.append([each() is None or each().grad_fn is None for each in kept])
+        return inner(*arguments)
+
+    monkeypatch.setattr(script, "advise", advise)
+    code, _, err = run(capsys, str(tmp_path / "backward.py"), kind)
+    assert code == 1
+    assert "Traceback" not in err
+    assert seen == [[True]]
 
 
 def test_out_of_memory_is_answered(capsys, monkeypatch):

@@ -20,7 +20,7 @@ from torch import nn
 
 from rotor._pytorch import devices
 from rotor.commands import tell, write_command_json
-from rotor.common.tensor_trees import output_tensors
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.errors import InfeasibleError
 from rotor.fit import batches
 from rotor.fit.advice import Advice, advise, device_of_call
@@ -144,6 +144,15 @@ def _forget(error: BaseException) -> None:
     devices.release_all()
 
 
+def _forget_graphs(variables: dict[str, Any]) -> None:
+    """Free what a backward would read, of the results in the variables of an ended script."""
+    for name, value in list(variables.items()):
+        if any(tensor.grad_fn is not None for tensor in tree_tensors(value)):
+            variables[name] = value.detach() if isinstance(value, torch.Tensor) else None
+    gc.collect()
+    devices.release_all()
+
+
 class _Watcher:
     """Observer of the outermost training forwards of a script."""
 
@@ -258,6 +267,7 @@ class _Watcher:
         device = device_of_call(self._module, *self._call)
         for parameter in self._module.parameters():
             parameter.grad = None
+        _forget_graphs(vars(self._main))
         try:
             advice = self._advise()
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
