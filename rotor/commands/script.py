@@ -20,6 +20,7 @@ from torch import nn
 
 from rotor._pytorch import devices
 from rotor.commands import tell, write_command_json
+from rotor.common.frames import release
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.errors import InfeasibleError
 from rotor.fit import batches
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
         tell(arguments, f"out of memory{place}: {_first_line(error)}", always=True)
         if arguments.debug:
             traceback.print_exception(error)
-        _forget(error)
+        release(error)
         del error
         watcher.explain_failure()
         return code
@@ -133,24 +134,11 @@ def _place_of(error: BaseException) -> str:
     return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
-def _forget(error: BaseException) -> None:
-    """Free the tensors that the frames of an error hold."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen.__traceback__ = None
-        seen = seen.__context__
-    gc.collect()
-    devices.release_all()
-
-
 def _forget_graphs(variables: dict[str, Any]) -> None:
-    """Free what a backward would read, of the results in the variables of an ended script."""
+    """Drop what a backward would read, of the results in the variables of an ended script."""
     for name, value in list(variables.items()):
         if any(tensor.grad_fn is not None for tensor in tree_tensors(value)):
             variables[name] = value.detach() if isinstance(value, torch.Tensor) else None
-    gc.collect()
-    devices.release_all()
 
 
 class _Watcher:
@@ -268,6 +256,8 @@ class _Watcher:
         for parameter in self._module.parameters():
             parameter.grad = None
         _forget_graphs(vars(self._main))
+        gc.collect()
+        devices.release_all()
         try:
             advice = self._advise()
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
