@@ -11,7 +11,7 @@ from torch import nn
 
 import rotor
 
-UNLIMITED = "1 TB"
+UNLIMITED = "1 GB"
 
 
 class Perceptron(nn.Module):

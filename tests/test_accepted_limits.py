@@ -122,3 +122,14 @@ def test_other_steps_than_the_accepted_one_are_refused_in_their_first() -> None:
     assert model.plan.engine == "dynamic"
     with pytest.raises(rotor.InfeasibleError, match="does not fit"):
         model(torch.randn(640, 32))
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"),
+    [(chain, "chain"), (chain, "auto"), (Residual, "graph"), (Residual, "dynamic")],
+)
+def test_a_limit_above_the_memory_of_the_machine_is_warned_of(make, engine):
+    model = rotor.Checkpointable(make(), mem_limit="900TiB", engine=engine, verbosity=0)
+    with pytest.warns(rotor.MemoryLimitWarning, match=r"900 TiB .*, and cpu has less for it: "):
+        model(torch.randn(4, 32)).sum().backward()
+    model(torch.randn(4, 32)).sum().backward()

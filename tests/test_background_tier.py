@@ -38,7 +38,7 @@ def nothing_captured():
 
 @pytest.fixture(scope="module")
 def peak() -> int:
-    chk = rotor.Checkpointable(Mixed(), rows(), "1 TB", engine="graph", verbosity=0)
+    chk = rotor.Checkpointable(Mixed(), rows(), "1 GB", engine="graph", verbosity=0)
     return chk.plan.predicted_bytes
 
 

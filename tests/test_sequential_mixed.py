@@ -19,7 +19,7 @@ from rotor.graph.assembly import choose, least_bytes, simulate
 
 WIDTH, ROWS = 64, 512
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-ALL = 1 << 33
+ALL = 1 << 30
 PLACES = [f"rotor.engines.parts.{module}.choose_within" for module in ("pieced", "plan")]
 
 

@@ -67,7 +67,7 @@ def wrapped(sim, number, limit, **options):
 def closing_holes(sim, **options):
     """Yield models, batches and limits that suffice without recomputation only by early blocks."""
     for number in range(len(MODELS)):
-        model, _ = wrapped(sim, number, 1 << 40)
+        model, _ = wrapped(sim, number, 1 << 30)
         assert not model.plan.early_blocks
         limit = model.plan.predicted_bytes - 2 * MIB
         del model
@@ -117,7 +117,7 @@ def test_without_early_blocks_the_planner_recomputes(sim, monkeypatch):
 
 def test_verified_steps_and_recomputation(sim):
     """Hold limits far below the need, and compare what is computed again."""
-    need = wrapped(sim, 2, 1 << 40)[0].plan.predicted_bytes
+    need = wrapped(sim, 2, 1 << 30)[0].plan.predicted_bytes
     seen = 0
     for twelfths in (9, 8, 7, 6):
         limit = need * twelfths // 12

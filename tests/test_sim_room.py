@@ -181,11 +181,14 @@ def test_what_the_parameters_leave_is_too_little(sim):
         model(batch())
 
 
-def test_a_plan_that_takes_more_than_is_free_is_warned_of_with_the_sum(sim):
-    sim.set_capacity(300 * MiB)
+@pytest.mark.parametrize(("capacity", "limit"), [(300, 300), (900, 900), (900, 1 << 30)])
+def test_a_limit_above_what_is_free_is_warned_of_with_the_sum(sim, capacity, limit):
+    """Whether a step is planned within the limit, or fits as it is."""
+    sim.set_capacity(capacity * MiB)
     sim.set_taken(32 * MiB)
-    model = rotor.Checkpointable(Blocks().to("sim"), mem_limit="300MiB", verbosity=-1)
-    with pytest.warns(MemoryLimitWarning, match=r"less for it: 300 MiB = 32 MiB context \+ "):
+    model = rotor.Checkpointable(Blocks().to("sim"), mem_limit=limit * MiB, verbosity=-1)
+    wanted = rf"less for it: {capacity} MiB = 32 MiB context \+ "
+    with pytest.warns(MemoryLimitWarning, match=wanted):
         model(batch())
 
 

@@ -116,7 +116,7 @@ def test_saved_programs_are_reported_with_their_tier(tmp_path):
 
 def trained_model(tmp_path) -> rotor.Checkpointable:
     torch.manual_seed(0)
-    chk = made(Net(), "1 TB")
+    chk = made(Net(), "1 GB")
     x = torch.randn(ROWS, WIDTH)
     chk.measure(x, targets=(x,))
     chk.compute_sequence()

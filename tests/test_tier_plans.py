@@ -93,10 +93,10 @@ def subject():
     torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
-    plain = made(twin, "1 TB", planning="before")
+    plain = made(twin, "1 GB", planning="before")
     expected = trained(twin, plain)
     twin = copy.deepcopy(model)
-    accumulated = trained(twin, made(twin, "1 TB", planning="before"), accumulate=True)
+    accumulated = trained(twin, made(twin, "1 GB", planning="before"), accumulate=True)
     return model, expected, plain.plan.predicted_bytes, accumulated
 
 

@@ -77,7 +77,7 @@ class Limits:
             error.args = (text, *error.args[1:])
 
     def check(self, context: Context, plan: Any) -> None:
-        """Warn, once, of a plan within a given limit that takes more than is free."""
+        """Warn, once, of a plan for a given limit that is more than is free."""
         if self.room is not None or "free" in context.warned:
             return
         trained = sum(p.nbytes for p in self._settings.module.parameters() if p.requires_grad)
@@ -86,8 +86,7 @@ class Limits:
         room = Room(self._settings.module, None)
         room.take(plan.device)
         assert room.latest is not None
-        is_planned = plan.unlimited_bytes is not None
-        if is_planned and plan.predicted_bytes > room.available_bytes - room.coming_bytes:
+        if plan.limit_bytes > room.available_bytes - room.coming_bytes:
             context.warn(
                 "free",
                 f"the limit of a step is {exact_bytes(plan.limit_bytes)}, and {plan.device} has "
