@@ -204,6 +204,16 @@ def test_out_of_memory_is_answered(capsys, monkeypatch):
     assert (code, "no module was training before" in err) == (1, True)
 
 
+@pytest.mark.parametrize("free_bytes", [64 << 20, 1 << 30])
+def test_a_failed_step_whose_plan_fits_gets_the_line_too(capsys, monkeypatch, free_bytes):
+    """Plain PyTorch has just not fitted: saying that the step fits would cure nothing."""
+    monkeypatch.setattr(allocator, "free_bytes", lambda _: free_bytes)
+    code, _, err = run(capsys, "train.py", "--fail-at", 1)
+    assert code == 1
+    assert re.search(r"this step needs .* within \d+MiB it costs \+0%: add this line", err)
+    assert 'net = rotor.Checkpointable(net, total_limit="card")' in err
+
+
 def test_errors_of_the_script_are_its_own(capsys):
     Path("wrong.py").write_text("import torch\n\n\ndef f():\n    return 1 / 0\n\n\nf()\n")
     code, _, err = run(capsys, "wrong.py")

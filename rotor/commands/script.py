@@ -277,11 +277,10 @@ class _Watcher:
         if limit < advice.curve.minimum_bytes:
             least = format_bytes(advice.curve.minimum_bytes)
             self._tell(f"{needs}; within {format_bytes(limit)} nothing fits: the least is {least}")
-        elif limit >= plain and self._is_explained:
+        elif limit >= plain and room is None:
             self._tell(f"{needs}; no plan needs less")
-        elif limit >= plain:
-            self._tell(f"{needs}; it fits in {format_bytes(limit)}")
         else:
+            # After a failure, a plan that runs nothing again is a cure too: plain held more.
             cost = advice.slowdown(limit) - 1
             shown = _rounded(limit)
             option, flag = ("mem_limit", "limit") if room is None else ("total_limit", "total")
