@@ -327,7 +327,7 @@ class Dataflow:
         start: Any = None,
         link: _Link | None = None,
         /,
-    ) -> tuple[bytearray | None, int]: ...
+    ) -> tuple[bytearray | None, int, bytearray | None]: ...
     def curve(
         self,
         points: int,

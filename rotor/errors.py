@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rotor.algorithms.peaks import Peak
 
 
 class InfeasibleError(ValueError):
@@ -17,15 +21,25 @@ class InfeasibleError(ValueError):
         (with the chain's input, or without it). For graphs the smallest for which one was found.
     lower_bound_bytes
         Bytes below which provably no schedule exists; 0 if unknown.
+    peak
+        The moment that sets the minimum: operation, module, and its bytes in parts; ``None`` if
+        unknown.
     """
 
-    def __init__(self, message: str, minimum_bytes: int, lower_bound_bytes: int = 0) -> None:
-        super().__init__(message, minimum_bytes, lower_bound_bytes)
+    def __init__(
+        self,
+        message: str,
+        minimum_bytes: int,
+        lower_bound_bytes: int = 0,
+        peak: Peak | None = None,
+    ) -> None:
+        super().__init__(message, minimum_bytes, lower_bound_bytes, peak)
         self.minimum_bytes = minimum_bytes
         self.lower_bound_bytes = lower_bound_bytes
+        self.peak = peak
 
     def __str__(self) -> str:
-        return str(self.args[0])
+        return f"{self.args[0]}{'' if self.peak is None else f'. The least is set by {self.peak}'}"
 
 
 class InvalidSequenceError(ValueError):

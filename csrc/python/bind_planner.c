@@ -269,9 +269,10 @@ PyDoc_STRVAR(
     plan_doc,
     "plan(budget, random_runs, moves, seed, time_limit_ns, progress, start=None, link=None, /)\n"
     "--\n\n"
-    "Return (program, minimum): the best program found within a budget in bytes, as int32; None "
-    "where none was found, and the least peak that was reached. The search begins from the program "
-    "`start`, of int32. With a link, as simulate() takes it, programs may use a second tier.");
+    "Return (program, minimum, least): the best program found within a budget in bytes, as int32; "
+    "None where none was found, and then the least peak that was reached, and its program. The "
+    "search begins from the program `start`, of int32. With a link, as simulate() takes it, programs "
+    "may use a second tier.");
 
 /* Checks a program of int32 and copies it. */
 static int read_program(PyObject *module, const rotor_dataflow_t *graph, const rotor_link_t *link,
@@ -351,9 +352,9 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
                                      &program, &price, &minimum);
     py_watch_end(&watch);
     if (ret == ROTOR_OK) {
-        answer = Py_BuildValue("NL", program_bytes(&program), (long long)price.peak_bytes);
+        answer = Py_BuildValue("NLO", program_bytes(&program), (long long)price.peak_bytes, Py_None);
     } else if (ret == ROTOR_ERR_INFEASIBLE) {
-        answer = Py_BuildValue("OL", Py_None, (long long)minimum);
+        answer = Py_BuildValue("OLN", Py_None, (long long)minimum, program_bytes(&program));
     } else {
         py_raise_status(module, ret);
     }

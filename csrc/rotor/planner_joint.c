@@ -272,6 +272,11 @@ found:
     rotor_program_init(&c.best);
     *price = c.price;
 out:
+    if (ret == ROTOR_ERR_INFEASIBLE) {
+        rotor_program_free(program);
+        *program = starts[0];
+        rotor_program_init(&starts[0]);
+    }
     for (int32_t k = 0; k < STARTS; k++) {
         rotor_program_free(&starts[k]);
     }

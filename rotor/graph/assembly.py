@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rotor.algorithms.peaks import Peak
 from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes
 
@@ -31,6 +32,7 @@ __all__ = [
     "choose",
     "fastest_of",
     "least_bytes",
+    "peak_of",
     "simulate",
     "undominated",
 ]
@@ -184,6 +186,32 @@ def simulate(pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[
         sum(option.time_ns for option in chosen),
         sum(option.tier_bytes for option in chosen),
     )
+
+
+def peak_of(
+    pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[int], names: Sequence[str]
+) -> Peak:
+    """Return the piece at the peak of a choice, and its bytes in parts.
+
+    Parameters
+    ----------
+    pieces, bases, choice
+        As for `simulate`.
+    names
+        Names of the pieces.
+    """
+    found = simulate(pieces, bases, choice)
+    kept = np.cumsum(
+        [0, *(options[k].kept_bytes for options, k in zip(pieces, choice, strict=True))]
+    )
+    peaks = {"forward": found.forward, "backward": found.backward, "code before": found.between}
+    phase = max(peaks, key=lambda name: int(peaks[name].max(initial=0)))
+    place = int(np.argmax(peaks[phase]))
+    base = {"forward": bases.forward, "backward": bases.backward}.get(phase, bases.between)[place]
+    parts = {"kept by the code between the parts": base, "kept by earlier parts": int(kept[place])}
+    own = int(peaks[phase][place]) - sum(parts.values())
+    module = names[place] if place < len(names) else ""
+    return Peak(phase if module else "code after the parts", module, {**parts, Peak.PASSING: own})
 
 
 def fastest_of(options: Sequence[Option]) -> int:

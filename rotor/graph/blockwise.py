@@ -15,6 +15,7 @@ from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
+from rotor.graph.peaks import peak_of
 from rotor.graph.program import Program
 from rotor.units import exact_bytes, parse_bytes
 
@@ -229,5 +230,6 @@ def plan_blocks(graph: Graph, budget_bytes: int | str) -> Program:
             f"no program of whole blocks was found within {exact_bytes(budget)}; the smallest of "
             f"{len(blocks.forward)} blocks needs {exact_bytes(least.peak_bytes)}",
             least.peak_bytes,
+            peak=peak_of(least),
         )
     return best

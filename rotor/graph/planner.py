@@ -13,6 +13,7 @@ from rotor.algorithms.utils import ProgressCallback
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
+from rotor.graph.peaks import peak_of
 from rotor.graph.program import Program
 from rotor.units import exact_bytes, parse_bytes
 
@@ -131,8 +132,13 @@ def plan(
     runs, moves = _effort(effort, _EFFORTS)
     tier = _tier(link)
     begin = None if start is None else start.ops if link is None else start.actions
-    ops, minimum = graph.core.plan(
+    ops, minimum, least = graph.core.plan(
         budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin, tier
+    )
+    peak = (
+        None
+        if least is None
+        else peak_of(Program(graph, np.frombuffer(least, dtype=np.int32), link))
     )
     if ops is None and link is not None:
         raise InfeasibleError(
@@ -140,6 +146,7 @@ def plan(
             f"the least peak that was found is {exact_bytes(minimum)}: give at least {minimum} "
             "bytes, or a tier that holds more",
             minimum,
+            peak=peak,
         )
     if ops is None:
         bound = lower_bound(graph)
@@ -149,6 +156,7 @@ def plan(
             f"give at least {minimum} bytes",
             minimum,
             bound,
+            peak,
         )
     return Program(graph, np.frombuffer(ops, dtype=np.int32), link)
 

@@ -159,7 +159,8 @@ class _BudgetEngine(GraphEngine):
             program = self._fastest(_without(graph, aside), max(within, 1), options, progress)
         except InfeasibleError as error:
             beside = max(self._limit - budget, outside)
-            raise InfeasibleError(str(error), error.minimum_bytes + beside) from error
+            least = error.minimum_bytes + beside
+            raise InfeasibleError(str(error.args[0]), least, peak=error.peak) from error
         return Program(graph, program.ops)
 
     def _fastest(

@@ -73,7 +73,9 @@ class Limits:
         room = self.room
         if room is not None and room.latest is not None and error.minimum_bytes:
             least = exact_bytes(room.latest.least_total(error.minimum_bytes))
-            text = f"{error}. The limit follows from {room.latest}: in all, {least} would do"
+            text = (
+                f"{error.args[0]}. The limit follows from {room.latest}: in all, {least} would do"
+            )
             error.args = (text, *error.args[1:])
 
     def check(self, context: Context, plan: Any) -> None:

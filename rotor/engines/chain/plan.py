@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
+from rotor.algorithms.peaks import Peak, peak_of
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, solved
 from rotor.chain import Chain
@@ -212,6 +214,12 @@ def kept_stages(inspection: Inspection) -> str:
     )
 
 
+def _has_parts(inspection: Inspection, name: str) -> bool:
+    """Return whether a stage of a name has modules within, which could be stages."""
+    functions = [f for stage in inspection.stages if stage.name == name for f in stage.functions]
+    return any(isinstance(f, nn.Module) and any(f.children()) for f in functions)
+
+
 def make_chain_plan(
     inspection: Inspection,
     chain: Chain,
@@ -301,18 +309,30 @@ def _make_chain_plan(
     n = len(chain)
     resident = chain.x_bytes[0]
 
+    @cache
+    def peak_within(budget: int) -> Peak | None:
+        try:
+            return peak_of(solved(algorithm, chain, budget, progress=progress, **options))
+        except InfeasibleError:  # An algorithm of the caller's, whose least is not exact.
+            return None
+
     def solve(own: int) -> Plan:
         budget = limit_bytes - own - reserve_bytes + resident
         try:
             sequence = solved(algorithm, chain, max(budget, 1), progress=progress, **options)
         except InfeasibleError as error:
-            least = error.minimum_bytes - resident + own + reserve_bytes
+            least = error.minimum_bytes
+            peak = peak_within(least)
+            cut = ""
+            if peak is not None and peak.is_divisible and _has_parts(inspection, peak.module):
+                cut = f", or cut stage {peak.module} into several"
+            least += own + reserve_bytes - resident
             raise InfeasibleError(
                 f"no schedule fits in a limit of {exact_bytes(limit_bytes)}: the least "
-                f"that one fits in is {exact_bytes(least)}, "
-                "above the model and its input. Raise mem_limit, make the batch smaller, or cut "
-                f"the largest stage into several{kept_stages(inspection)}",
+                f"that one fits in is {exact_bytes(least)}, above the model and its input. Raise "
+                f"mem_limit, make the batch smaller{cut}{kept_stages(inspection)}",
                 least,
+                peak=peak and peak.in_all(least, "beside the stages"),
             ) from error
         schedule = Schedule(sequence, n, plain_tail=plain_tail, head=inspection.plain[0])
         kept = executor_bytes(inspection, schedule.runs, rng=rng, verified=verified)

@@ -82,6 +82,7 @@ def make_graph_plan(
                 f"than {exact_bytes(bound)}: give at least the former, or a smaller batch",
                 least,
                 bound,
+                error.peak and error.peak.in_all(least),
             ) from None
         if best.fits:
             break

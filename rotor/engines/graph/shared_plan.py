@@ -243,4 +243,5 @@ def _infeasible(
         f"rank, or smaller batches{which}",
         least,
         bound,
+        error.peak and error.peak.in_all(least),
     )

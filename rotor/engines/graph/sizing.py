@@ -280,7 +280,7 @@ class Sizing:
             f"{exact_bytes(limit)}; the least limit for which one was found is "
             f"{exact_bytes(error.minimum_bytes)}, and at {exact_bytes(limit)} {found}: give more "
             "bytes, or smaller batches",
-            error.minimum_bytes,
+            *error.args[1:],
         )
 
     def remarks(self) -> list[Text]:

@@ -36,7 +36,15 @@ from rotor.engines.parts.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, B
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import Parts, PartsPlan
 from rotor.errors import InfeasibleError
-from rotor.graph.assembly import Bases, Option, choose, largest_bases, least_bytes, simulate
+from rotor.graph.assembly import (
+    Bases,
+    Option,
+    choose,
+    largest_bases,
+    least_bytes,
+    peak_of,
+    simulate,
+)
 from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.meter import allocator
@@ -563,11 +571,13 @@ def make_blocks_plan(
 
     def decide() -> tuple[list[int], str | int]:
         if least > limit:
+            found = choose(options, blocks.bases, least - reserve, most)
             raise InfeasibleError(
                 f"no plan fits in {exact_bytes(limit)}: under every choice for its {len(options)}"
                 f" blocks, the step needs {exact_bytes(least)}{blocks.describe_outside()}. "
                 "Give at least that, or a smaller batch",
                 least,
+                peak=peak_of(options, blocks.bases, found, [block.name for block in blocks.sites]),
             )
         return choose(options, bases, max(limit, assumed) - reserve, most), verify
 

@@ -22,7 +22,7 @@ from rotor.engines.parts.offloading import PlacedStep
 from rotor.engines.parts.pieces import Pieces, Site
 from rotor.engines.parts.plan import PartsPlan, choose_within, without_bases
 from rotor.errors import InfeasibleError
-from rotor.graph.assembly import least_bytes, simulate
+from rotor.graph.assembly import least_bytes, peak_of, simulate
 from rotor.meter.step_meter import StepWatch
 from rotor.units import exact_bytes
 
@@ -60,10 +60,12 @@ def make_pieces_plan(
         options = pieces.options()
         least_alone = least_bytes(options, alone, most)
     if least_alone > limit_bytes:
+        choice = choose_within(options, alone, least_alone, most)
         raise InfeasibleError(
             f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of the "
             f"model alone need {exact_bytes(least_alone)}: give at least that, or a smaller batch",
             least_alone,
+            peak=peak_of(options, alone, choice, [site.name for site in pieces.sites]),
         )
     least = least_bytes(options, pieces.bases, most)
     choice = choose_within(options, pieces.bases, limit_bytes - reserve_bytes, most)
