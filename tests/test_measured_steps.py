@@ -118,5 +118,8 @@ def test_a_limit_below_any_step_is_refused():
         ),
     ):
         steps.measured_curve(found, 20_000, 3)
+    found.run = lambda limit, timed=True: steps.RanStep(limit, False)
+    with pytest.raises(rotor.InfeasibleError, match=r"bytes\): it runs out of memory"):
+        steps.measured_curve(found, 20_000, 3)
     with pytest.raises(rotor.InfeasibleError, match="a batch of 64 does not fit in"):
         largest_batch(module, torch.randn(64, 32), 20_000, multiple_of=64, points=1)

@@ -152,6 +152,7 @@ class _Watcher:
         self._module: nn.Module | None = None
         self._main = sys.modules["__main__"]
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._devices: set[torch.device] = set()
         self._name = ""
         self._hint = ""
         self._planned: PlannedForward | None = None
@@ -186,6 +187,7 @@ class _Watcher:
     def _begin(self, outer: nn.Module, args: Any, kwargs: Any) -> None:
         self._outer, self._call = outer, (args, kwargs)
         self._module = module = unwrapped(outer)
+        self._devices = {parameter.device for parameter in module.parameters()}
         self._main = sys.modules["__main__"]
         self._name, self._hint = _variable(outer)
         if self._limits:
@@ -259,6 +261,8 @@ class _Watcher:
         gc.collect()
         devices.release_all()
         try:
+            if len(self._devices) == 1:  # Lightning moves a model to the CPU when it fails.
+                self._module.to(next(iter(self._devices)))
             advice = self._advise()
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             self._tell(f"the training step could not be planned: {_first_line(error)}")

@@ -204,11 +204,12 @@ def measured_curve(
 
     first = run(most_bytes)
     if not first.fits or first.measured_bytes is None:
-        least = first.least_bytes or most_bytes + 1
+        least = first.least_bytes
+        needs = "runs out of memory" if least is None else f"needs {exact_bytes(least)}"
         raise InfeasibleError(
-            f"a step does not fit in {exact_bytes(most_bytes)}: it needs {exact_bytes(least)}. "
+            f"a step does not fit in {exact_bytes(most_bytes)}: it {needs}. "
             "Make the model or its input smaller",
-            least,
+            least or most_bytes + 1,
         )
     ran = [first]
     high, low = first.measured_bytes, 0
