@@ -242,6 +242,24 @@ def test_errors_of_the_script_are_its_own(capsys):
     assert "after line 6 of held.py" in err
 
 
+@pytest.mark.parametrize("base", ["object", "torch.nn.Module"])
+def test_a_module_within_another_gets_its_line_where_it_is_made(capsys, base):
+    """Lightning's modules hold the network that their training_step calls, as a child."""
+    Path("within.py").write_text(
+        f"import torch\nclass Outer({base}):\n    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())\n"
+        "                  for _ in range(40)]\n"
+        "        self.net = torch.nn.Sequential(*layers)\n"
+        "    def step(self):\n        self.net(torch.randn(4096, 8)).sum().backward()\n"
+        "Outer().step()\n"
+    )
+    code, _, err = run(capsys, "--watch", "within.py")
+    assert code == 0
+    assert "self.net = rotor.Checkpointable(self.net, mem_limit=" in err
+    assert "after line 7 of within.py" in err
+
+
 def test_modules_are_run_by_name(capsys, tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()

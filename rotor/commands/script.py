@@ -366,7 +366,9 @@ def _name_in(names: dict[str, Any], module: nn.Module) -> str:
         if value is module:
             return name
         if name == "self" or not isinstance(value, type | types.ModuleType | nn.Module):
-            holders.append((name, getattr(value, "__dict__", None)))
+            held = getattr(value, "__dict__", None)
+            found = [held, held.get("_modules")] if isinstance(held, dict) else []
+            holders += [(name, attributes) for attributes in found]
     for holder, attributes in holders:
         if isinstance(attributes, dict):
             for name, value in attributes.items():
