@@ -17,7 +17,7 @@ C_LEVELS = {
     "csrc/rotor": [
         ["core"],
         ["bits", "chain", "checksum_blocks", "dataflow", "heuristics"],
-        ["link"],
+        ["link", "bound"],
         ["probe", "probe_cuda", "timing", "vector", "envelope"],
         [
             "blocks",

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "bound.h"
 #include "planner_joint.h"
 
 typedef struct {
@@ -248,13 +249,15 @@ out:
     return answer;
 }
 
-PyDoc_STRVAR(lower_bound_doc, "lower_bound()\n--\n\n"
-                              "Return the bytes below which the peak of no program lies.");
+PyDoc_STRVAR(lower_bound_doc,
+             "lower_bound(moves, /)\n--\n\n"
+             "Return the bytes below which the peak of no program lies; `moves`: with a second tier.");
 
-static PyObject *py_dataflow_lower_bound(PyObject *object, PyObject *unused) {
+static PyObject *py_dataflow_lower_bound(PyObject *object, PyObject *moves) {
+    const rotor_dataflow_t *graph = &((py_dataflow_t *)object)->graph;
     int64_t bytes = 0;
-    (void)unused;
-    int ret = rotor_dataflow_lower_bound(&((py_dataflow_t *)object)->graph, &bytes);
+    int ret = moves == Py_True ? rotor_dataflow_lower_bound(graph, &bytes)
+                               : rotor_bound(graph, &bytes);
     return ret == ROTOR_OK ? PyLong_FromLongLong(bytes)
                            : py_raise_status(PyType_GetModule(Py_TYPE(object)), ret);
 }
@@ -448,7 +451,7 @@ out:
 static PyMethodDef dataflow_methods[] = {
     {"simulate", (PyCFunction)(void (*)(void))py_dataflow_simulate,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, simulate_doc},
-    {"lower_bound", py_dataflow_lower_bound, METH_NOARGS, lower_bound_doc},
+    {"lower_bound", py_dataflow_lower_bound, METH_O, lower_bound_doc},
     {"plan", py_dataflow_plan, METH_VARARGS, plan_doc},
     {"curve", py_dataflow_curve, METH_VARARGS, curve_doc},
     {NULL, NULL, 0, NULL},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -262,12 +263,29 @@ def _tier(link: Link | None) -> tuple[float, float, int, bool, int, int, int] | 
     return None if link is None else link.core
 
 
-def lower_bound(graph: Graph) -> int:
+def lower_bound(graph: Graph, *, moves: bool = False) -> int:
     """Return bytes below which no program of the graph can stay.
 
     The largest, over operations, of the bytes that are live in the first run of one in every order:
     its inputs, outputs and workspace, pinned storages that are made before it, and results of the
     loss and others that cannot be made again and that are read after it. The operation that makes a
-    pinned storage last has all the others beside it.
+    pinned storage last has all the others beside it. And of the operations that need the most, the
+    one whose last run is the last of all has beside it the gradients that exist, and what those
+    still to be made follow from: by a minimum cut, the least of both.
+
+    Parameters
+    ----------
+    graph
+        The graph to run.
+    moves
+        True for programs with a second tier, which may hold what cannot be made again.
+
+    Returns
+    -------
+    int
+        The bytes, a proven bound; a program of so few need not exist.
     """
-    return graph.core.lower_bound()
+    if moves:
+        free = [replace(op, once=op.once and op.phase == "loss") for op in graph.operations]
+        graph = Graph(graph.storages, None, free)
+    return graph.core.lower_bound(moves)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -335,11 +335,8 @@ class GraphPlan(Metered):
 
 def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
     """Return bytes below which no program of a step can stay."""
-    if step.offload is not None:
-        # What cannot be made again need not be in memory: it may be on the tier.
-        free = [replace(op, once=op.once and op.phase == "loss") for op in graph.operations]
-        graph = Graph(graph.storages, None, free)
-    return planner.lower_bound(graph) + step.executor_bytes(0, 0, limit_bytes)
+    bound = planner.lower_bound(graph, moves=step.offload is not None)
+    return bound + step.executor_bytes(0, 0, limit_bytes)
 
 
 def repriced(plan: GraphPlan, loss_bytes: int, step: CapturedStep | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from rotor.engines.graph.actions import Action, Kind
@@ -96,7 +95,7 @@ def search_levels(
         return found
     # What cannot be made again may be in the tier: less is possible than without it.
     caps = sorted({most * k // (_LEVELS - 1) for k in range(_LEVELS)})
-    bound = planner.lower_bound(_repeatable(free))
+    bound = planner.lower_bound(free, moves=True)
     peaks = sorted({bound + (highest - bound) * k // _PEAKS for k in range(_PEAKS)})
     for cap in caps:
         add(huge, huge + cap + handed, link)
@@ -104,11 +103,6 @@ def search_levels(
         for cap in caps[::3]:
             add(max(peak - cap - handed, 0), max(peak, 1), link)
     return found
-
-
-def _repeatable(graph: Graph) -> Graph:
-    operations = [replace(op, once=op.once and op.phase == "loss") for op in graph.operations]
-    return Graph(graph.storages, None, operations)
 
 
 def read_before_made(actions: Iterable[Action]) -> set[int]:
