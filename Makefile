@@ -9,6 +9,8 @@ WORKERS ?= 2
 # They ask for torch, which is there; what else they need is in the extra "test".
 FRAMEWORKS ?= "accelerate>=1.1" "lightning>=2.4" "pytorch-lightning>=2.4" "torchmetrics>=1.5"
 BIN := $(VENV)/bin
+# The Python that has torch with CUDA, and pytest: without .venv the one of the shell.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 C_WARNINGS := -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Wmissing-prototypes \
@@ -99,8 +101,9 @@ bench: $(VENV)/.dev ## every benchmark; a page and a JSON file in benchmarks/res
 docs-tables: $(VENV)/.test ## the tables of docs and README, from benchmarks/results
 	$(BIN)/python benchmarks/docs_tables.py
 
-gpu: $(VENV)/.test ## the tests and benchmarks that need CUDA, in ten minutes, written as by bench
-	$(BIN)/python benchmarks/run_all.py --gpu
+gpu: ## tests and benchmarks on one device, in at most 25 minutes, written as by bench; nothing is installed
+	$(GPU_PYTHON) setup.py -q build_ext --inplace
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/run_all.py --gpu
 
 regressions: $(VENV)/.test ## counts of solvers, planner and simulator beside the committed ones
 	$(BIN)/python benchmarks/regressions.py

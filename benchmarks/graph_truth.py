@@ -175,9 +175,9 @@ class ByBlocks(nn.Module):
         for _, block in find_blocks(model):
             block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, *args: torch.Tensor) -> Any:
         """The model's output."""
-        return self.model(x)
+        return self.model(*args)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import common
 import dtr_cases
+import entries
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -42,9 +43,9 @@ def options(**given):
 
 
 def test_every_benchmark_exists():
-    names = [one.name for one in run_all.BENCHMARKS]
+    names = [one.name for one in entries.BENCHMARKS]
     assert len(set(names)) == len(names)
-    listed = {one.script for one in run_all.BENCHMARKS} - {ROTOR}
+    listed = {one.script for one in entries.BENCHMARKS} - {ROTOR}
     assert listed <= {path.name for path in FOLDER.glob("*.py")}
     assert {"overlap.py", "sharded.py", "dtr_table.py", "graph_curve.py"} <= listed
 
@@ -65,11 +66,11 @@ def test_what_is_run():
     assert [task.command for task in some] == [
         ["benchmarks/demo.py", "--batch", "8", "--size", "128", "--steps", "3", "--fraction", "0.9"]
     ]
-    for one in run_all.BENCHMARKS:
+    for one in entries.BENCHMARKS:
         if one.script == ROTOR:
             continue
         source = re.sub(r"\(\s+", "(", (FOLDER / one.script).read_text(encoding="utf-8"))
-        words = (*one.quick, *one.full, *(one.gpu or ()))
+        words = (*(one.quick or ()), *(one.full or ()), *(one.gpu or ()))
         given = {word for word in words if word.startswith("--")}
         assert all(f'add_argument("{word}"' in source for word in given), one.script
     on_device = run_all.chosen(options(gpu=True))
@@ -80,7 +81,7 @@ def test_what_is_run():
     assert all("--device cuda" in " ".join(task.command) for task in on_device[1:])
     assert all(task.environment == {} for task in on_device)
     assert {"dtr_table.py", "graph_truth.py", "graph_curve.py"} <= {t.name for t in on_device}
-    assert sum(task.limit_s for task in on_device) <= run_all.GPU_SECONDS < 600
+    assert sum(task.limit_s for task in on_device) <= run_all.GPU_SECONDS <= 25 * 60
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_names_that_are_meant(words, names):
     assert [task.name for task in run_all.chosen(options(only=words))] == names
 
 
-ON_DEVICES = [one.script for one in run_all.BENCHMARKS if one.gpu is not None]
+ON_DEVICES = [one.script for one in entries.BENCHMARKS if one.gpu is not None]
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "tpu", "meta"])
@@ -273,8 +274,8 @@ def started(tmp_path, monkeypatch):
         done.status = "failed" if task.name == "c.py" and number < 4 else "ok"
         return done
 
-    entries = [run_all.Benchmark(f"{name}.py", "why so?") for name in "abc"]
-    monkeypatch.setattr(run_all, "BENCHMARKS", entries)
+    chosen = [entries.Benchmark(f"{name}.py", "why so?") for name in "abc"]
+    monkeypatch.setattr(run_all, "BENCHMARKS", chosen)
     monkeypatch.setattr(run_all, "run", run)
     monkeypatch.setattr(run_all, "machine", lambda: MACHINE)
 

@@ -51,7 +51,7 @@ def test_regions_name_entries_that_are_run():
     known = {f"full/{one.name}" for one in run_all.BENCHMARKS} | {"full", "gpu"}
     known |= {f"gpu/{one.name}" for one in run_all.BENCHMARKS if one.gpu is not None}
     assert named <= known
-    assert {f"full/{one.name}" for one in run_all.BENCHMARKS} <= named
+    assert {f"full/{one.name}" for one in run_all.BENCHMARKS if one.full is not None} <= named
 
 
 def test_no_table_of_figures_is_pasted():
