@@ -171,6 +171,13 @@ def test_no_circles():
     assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)
 
 
+def test_no_circles_of_types():
+    """Imports for hints alone count too, but for those of packages."""
+    files = {module: path for module, path in MODULES.items() if path.name != "__init__.py"}
+    graph = {m: {i.name for i in imports_of(path)} & files.keys() for m, path in files.items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(files)
+
+
 def test_planning_folders_do_not_name_torch():
     for module, path in MODULES.items():
         folder = place_of(module, LAYERS, 1)[1]

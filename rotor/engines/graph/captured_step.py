@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,9 +44,6 @@ from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.tier.offload import Offload
-
-if TYPE_CHECKING:
-    from rotor.engines.graph.planned import GraphPlan
 
 __all__ = ["CapturedStep", "executor_bytes"]
 
@@ -202,7 +199,7 @@ class CapturedStep:
         """Search for its programs, called as `rotor.engines.graph.pricing.search`, if not that."""
         return None
 
-    def adopt(self, plan: GraphPlan) -> None:
+    def adopt(self, plan: Any) -> None:
         """Take note of a plan of the step."""
 
     def note_excess(self, excess_bytes: int) -> None:
@@ -212,9 +209,9 @@ class CapturedStep:
         """Return the shapes of the largest call that fits in a limit; ``None`` if unknown."""
         return None
 
-    def note_loss(self, plan: GraphPlan, loss_bytes: int) -> bool:
+    def note_loss(self, plan: Any, loss_bytes: int) -> bool:
         """Take note of the need of the caller's loss; return whether a plan should follow it."""
-        return loss_bytes != plan.loss_bytes
+        return bool(loss_bytes != plan.loss_bytes)
 
     def graph(self, loss_bytes: int) -> Graph:
         """Return the cost model, with `loss_bytes` of workspace in the loss."""

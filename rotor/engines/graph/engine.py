@@ -38,7 +38,6 @@ from rotor.engines.graph.keys import captured_key
 from rotor.engines.graph.link_learning import learn_link
 from rotor.engines.graph.loading import loaded_plan
 from rotor.engines.graph.making import make_graph_plan
-from rotor.engines.graph.marks import drop_preferences
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.pricing import build_graph
 from rotor.engines.graph.proving import Tally
@@ -410,7 +409,7 @@ class GraphEngine(MeteredEngine):
             try:
                 return self.sizing.plan(step, key, reserve_bytes, solve, make)
             except InfeasibleError:
-                if not drop_preferences(step.lowered.tasks):
+                if not step.lowered.drop_preferences():
                     raise
             return self.sizing.plan(step, key, reserve_bytes, solve, make)
 

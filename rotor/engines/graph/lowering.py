@@ -160,6 +160,13 @@ class Lowered:
     variables: dict[str, str] = field(default_factory=dict)
     reads_gradients: bool = False
 
+    def drop_preferences(self) -> bool:
+        """Let operations run again that prefer not to; return whether an operation did."""
+        preferring = [task for task in self.tasks if task.prefers_once]
+        for task in preferring:
+            task.prefers_once = task.once = False
+        return bool(preferring)
+
     def input_bytes(self, node: fx.Node) -> int:
         """Return the bytes of an input's tensors."""
         return sum(map(_bytes, result_tensors(node.meta.get("val"))))
@@ -525,5 +532,5 @@ def lower(module: fx.GraphModule, num_outputs: int, *, as_traced: bool = False) 
     lowered = _Lowering(module, num_outputs).run()
     if lowered.symbols:
         # Programs for all shapes are made on one graph.
-        marks.drop_preferences(lowered.tasks)
+        lowered.drop_preferences()
     return lowered

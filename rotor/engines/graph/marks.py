@@ -14,17 +14,14 @@ A policy of `torch.utils.checkpoint.create_selective_checkpoint_contexts` marks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from rotor._pytorch import core
 from rotor.engines.graph.identities import TABLE
 
-if TYPE_CHECKING:
-    from rotor.engines.graph.lowering import Task
-
-__all__ = ["described", "drop_preferences", "is_saved", "prefers_saving", "recompute_marked"]
+__all__ = ["described", "is_saved", "prefers_saving", "recompute_marked"]
 
 _SAVED = ("MUST_SAVE", "MUST_CPU_OFFLOAD")
 _PREFERRED = ("PREFER_SAVE", "PREFER_CPU_OFFLOAD")
@@ -44,14 +41,6 @@ def is_saved(node: fx.Node) -> bool:
 def prefers_saving(node: fx.Node) -> bool:
     """Return whether an operation runs again only where no plan fits otherwise."""
     return _mark(node) in _PREFERRED
-
-
-def drop_preferences(tasks: Iterable[Task]) -> bool:
-    """Let operations run again that prefer not to; return whether an operation did."""
-    preferring = [task for task in tasks if task.prefers_once]
-    for task in preferring:
-        task.prefers_once = task.once = False
-    return bool(preferring)
 
 
 def described(nodes: Iterable[fx.Node]) -> str:

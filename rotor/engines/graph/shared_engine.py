@@ -30,7 +30,6 @@ from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.emit import StepCode
 from rotor.engines.graph.engine import GraphEngine
-from rotor.engines.graph.marks import drop_preferences
 from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.shared_plan import check_same, make_shared_plan
@@ -246,7 +245,7 @@ class SharedGraphEngine(GraphEngine):
         try:
             return self._with_loss(step, key, limit, reserve)
         except InfeasibleError:
-            dropped = self._ranks.exchange_ints(drop_preferences(step.lowered.tasks))
+            dropped = self._ranks.exchange_ints(step.lowered.drop_preferences())
             if not any(has_dropped for (has_dropped,) in dropped):
                 raise
         return self._with_loss(step, key, limit, reserve)
