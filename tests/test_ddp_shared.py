@@ -28,6 +28,7 @@ from unrepeatable import STATE, Stack, sample
 import rotor
 from rotor.common.ranks import RankError
 from rotor.graph.link import Link
+from rotor.meter.room import Room
 from rotor.tier import DiskTier
 
 NO_MORE = 1 << 30
@@ -408,6 +409,20 @@ def replaced_on_one(rank: int) -> list[str]:
     return [*found, "the same plan"] if planned.plan is before else found
 
 
+def outgrown_on_one(rank: int) -> list[str]:
+    """Where one rank has less room than before, all plan for it."""
+    plain, planned = pair(None)
+    found = compare(rank, plain, planned, [64] * 3)
+    before, is_outgrown = planned.plan, Room.is_outgrown
+    Room.is_outgrown = lambda self, plan: rank == 1 and plan is before
+    try:
+        found += compare(rank, plain, planned, [64] * 2)
+        found += same_program(planned, recomputes=False)
+    finally:
+        Room.is_outgrown = is_outgrown
+    return [*found, "the same plan"] if planned.plan is before else found
+
+
 def dropped_steps(rank: int) -> list[str]:
     plain, planned = pair()
     tighten(planned, batch(rank, 0))
@@ -503,6 +518,7 @@ SCENARIOS: dict[str, Callable[[int], list[str]]] = {
     "values change": values_change,
     "differs on one": differs_on_one,
     "replaced on one": replaced_on_one,
+    "outgrown on one": outgrown_on_one,
     "dropped steps": dropped_steps,
     "copies": copies,
     "loaded": loaded,

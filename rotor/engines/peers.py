@@ -34,9 +34,9 @@ class Peers(Protocol):
         """
 
     def settle(
-        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool
-    ) -> tuple[bool, bool]:
-        """Return whether all ranks measure, and plan, now."""
+        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool, lacks_plan: bool
+    ) -> tuple[bool, bool, bool]:
+        """Return whether all ranks measure, and plan, now, and whether from the beginning."""
 
     def all_well(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them cannot measure."""
@@ -53,11 +53,11 @@ class Alone:
         return own_key(), False
 
     def settle(
-        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool
-    ) -> tuple[bool, bool]:
+        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool, lacks_plan: bool
+    ) -> tuple[bool, bool, bool]:
         """Return the wishes of this process."""
         del is_one_behind
-        return wants_measure, wants_plan
+        return wants_measure, wants_plan, lacks_plan
 
     def all_well(self, problem: Exception | None) -> None:
         """Raise a problem, except for a running meter, which only leaves figures out."""
@@ -107,14 +107,14 @@ class SharingRanks:
         return ((key[0], tuple(other[0] for other in found)), key[1]), any(o[2] for o in found)
 
     def settle(
-        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool
-    ) -> tuple[bool, bool]:
-        """Return whether any rank wants to measure, and to plan."""
+        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool, lacks_plan: bool
+    ) -> tuple[bool, bool, bool]:
+        """Return whether any rank wants to measure, to plan, and has lost measures or its plan."""
         if not (is_one_behind or wants_plan):
-            return wants_measure, wants_plan
-        wanted = self.ranks.exchange_ints(wants_measure, wants_plan)
-        measures, plans = (any(column) for column in zip(*wanted, strict=True))
-        return measures, plans
+            return wants_measure, wants_plan, lacks_plan
+        wanted = self.ranks.exchange_ints(wants_measure, wants_plan, lacks_plan)
+        measures, plans, is_lost = (any(column) for column in zip(*wanted, strict=True))
+        return measures, plans, measures or is_lost
 
     def all_well(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them has a problem."""

@@ -166,12 +166,11 @@ class Driver:
     def __getstate__(self) -> dict[str, Any]:
         engine, context = self.engines[0], self.context
         kept = (engine, dict(context.plans), context.latest, context.latest_key)
-        learned = dict(context.learned_loss)
         return {
             "settings": self.settings,
             "warned": context.warned,
             "kept": kept if engine.is_portable() and context.peers.ranks is None else None,
-            "learned_loss": learned,
+            "learned_loss": dict(context.learned_loss),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -275,9 +274,10 @@ class Driver:
         self.engines[0].check()
 
     def _agreed_key(self, call: Call) -> tuple[Key, bool]:
-        engine = self.engines[0]
-        (measured, absent), is_one_behind = self.context.peers.agree(
-            lambda: engine.key(call), engine.is_behind()
+        engine, peers = self.engines[0], self.context.peers
+        has_dropped = peers.ranks is not None and self.limits.drop_outgrown(self.context.plans)
+        (measured, absent), is_one_behind = peers.agree(
+            lambda: engine.key(call), has_dropped or engine.is_behind()
         )
         return Key(measured, absent), is_one_behind
 
@@ -512,12 +512,12 @@ class Driver:
             del plans[key]
         if plan is not None:
             engine.expect(plan)
-            if self.limits.is_outgrown(plan):
+            if self.context.peers.ranks is None and self.limits.is_outgrown(plan):
                 plan = None
                 del plans[key]
         wants_plan = plan is None or plan.verdict is not Verdict.KEEP
-        wants_measure, wants_plan = self.context.peers.settle(
-            is_one_behind, is_stale or not engine.is_measured(key), wants_plan
+        wants_measure, wants_plan, is_lost = self.context.peers.settle(
+            is_one_behind, is_stale or not engine.is_measured(key), wants_plan, plan is None
         )
         if plan is not None and not wants_plan:
             plan.key = key
@@ -528,10 +528,10 @@ class Driver:
         if key.measured in self._unplanned:
             return None
         with _planning, self._announcer.timed(), allocator.highest_peak() as peak_bytes:
+            if is_lost:
+                plans.pop(key, None)
             if wants_measure:
-                if self.context.peers.ranks is not None:
-                    # What one rank has lost, all measure and plan from the beginning.
-                    is_stale, _ = True, plans.pop(key, None)
+                is_stale |= self.context.peers.ranks is not None
                 try:
                     self._measure(key, call, again=is_stale)
                 except NothingToPlan:

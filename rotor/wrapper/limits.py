@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rotor.engines.contract import Context, Settings
+from rotor.engines.contract import Context, Key, Settings
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
 from rotor.meter.room import Room
@@ -67,6 +67,13 @@ class Limits:
             return False
         room = self.room
         return room is not None and room.is_outgrown(plan)
+
+    def drop_outgrown(self, plans: dict[Key, Any]) -> bool:
+        """Drop plans that are for other bytes than there are now; return whether one was."""
+        outgrown = [key for key, plan in plans.items() if self.is_outgrown(plan)]
+        for key in outgrown:
+            del plans[key]
+        return bool(outgrown)
 
     def explain(self, error: InfeasibleError) -> None:
         """Add the sum behind the limit to an error of a planner."""
