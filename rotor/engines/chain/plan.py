@@ -325,12 +325,12 @@ def _make_chain_plan(
             peak = peak_within(least)
             cut = ""
             if peak is not None and peak.is_divisible and _has_parts(inspection, peak.module):
-                cut = f", or cut stage {peak.module} into several"
+                cut = f", cut stage {peak.module} into several"
             least += own + reserve_bytes - resident
             raise InfeasibleError(
                 f"no schedule fits in a limit of {exact_bytes(limit_bytes)}: the least "
                 f"that one fits in is {exact_bytes(least)}, above the model and its input. Raise "
-                f"mem_limit, make the batch smaller{cut}{kept_stages(inspection)}",
+                f"mem_limit{cut}, or make the batch smaller{kept_stages(inspection)}",
                 least,
                 peak=peak and peak.in_all(least, "beside the stages"),
             ) from error
