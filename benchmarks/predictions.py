@@ -226,10 +226,10 @@ def normalisation(device: torch.device) -> Figures:
     model, batch = images().to(device), pictures(device)
     target = torch.zeros(8, 32, device=device)
     found = []
-    for limit in ("60 GB", 0.7):
+    for share in (2.0, 0.7):
         plain, ours = copy.deepcopy(model), copy.deepcopy(model)
         peak = peak_of(device, lambda one=plain: distance(one(batch), target).backward())
-        limit = int(limit * peak) if isinstance(limit, float) else limit
+        limit = int(share * peak)
         wrapped = rotor.Checkpointable(ours, mem_limit=limit, engine="graph", loss_fn=distance)
         loss = wrapped(batch, targets=(target,))
         loss.backward()

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from graph_modules import Step, step
 from joint_programs import random_joint_program
-from limited_models import UNLIMITED
 from random_layers import WIDTH, RandomLayers
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from rotor import graph as rg
 from rotor.tier import Tier
 
 ROWS = 48
+MOST = "200 MB"
 
 
 class Ran(NamedTuple):
@@ -41,7 +41,7 @@ def ran(model, call, seed: int, device: str) -> Step:
 def wrapped(model, **settings) -> rotor.Checkpointable:
     return rotor.Checkpointable(
         model,
-        mem_limit=UNLIMITED,
+        mem_limit=MOST,
         engine="graph",
         loss_fn=F.mse_loss,
         planning="before",
