@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from limited_on_sim import Trained, assert_equal, distance, one_step
+from limited_on_sim import Trained, assert_equal, distance, end_backwards, one_step
 from torch import nn
 
 import rotor
@@ -222,11 +222,13 @@ def test_exceptions(sim, engine, place):
             interrupted()
         case.wrapped.zero_grad()
         gc.collect()
+    end_backwards()
     level = sim.memory_allocated()
     with pytest.raises((Interrupted, RuntimeError)):
         interrupted()
     case.wrapped.zero_grad()
     gc.collect()
+    end_backwards()
     assert sim.memory_allocated() == level
     found = case.train()
     assert_equal(found, case.expected)

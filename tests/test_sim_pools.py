@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from limited_on_sim import Trained, assert_equal, distance, one_step
+from limited_on_sim import Trained, assert_equal, distance, end_backwards, one_step
 from test_sim_reserved import Reserved, prepared
 
 import rotor
@@ -144,7 +144,7 @@ def test_a_failed_step_leaves_the_pool(sim):
         one_step(wrapped, batches[0], True)
     gc.collect()
     sim.set_capacity(2 << 30)
-    torch.ones(1, device="sim", requires_grad=True).sum().backward()  # Its thread lets go first.
+    end_backwards()
     before = pools_of(sim)[1]
     one_step(model, batches[0], False)  # Its gradients, from the thread of backwards.
     assert wrapped.plan.reserving.pool is not None
