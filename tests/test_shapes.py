@@ -403,3 +403,24 @@ def test_the_report_says_why_shapes_cannot_share_a_capture():
     told = chk.report()
     assert "shapes: 2 of input; 0 share 0 captured graphs, 2 captured alone" in told
     assert "a graph of its own: dimension 0 of input is a constant: the given algorithm" in told
+
+
+class Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_a_wrong_batch_between_others_does_not_end_what_they_share(engine):
+    limited = rotor.Checkpointable(Within(), mem_limit="8MiB", engine=engine, verbosity=0)
+    for length in (4, None, 5, 6, None, 7):
+        if length is None:
+            with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes"):
+                limited(torch.ones(4, 9))
+        else:
+            limited(torch.ones(length, 8)).sum().backward()
+    assert "4 of x; 4 share 1 captured graph, 0 captured alone" in str(limited.report())

@@ -21,6 +21,7 @@ from rotor.common.generators import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.ranks import RankError
 from rotor.common.tensor_trees import output_tensors
+from rotor.common.undisturbed import Untriable, trial
 from rotor.engines.contract import Call, Context, Engine, Key, NothingToPlan, Refusal, Unsuited
 from rotor.engines.plain import PlainEngine
 from rotor.errors import InfeasibleError, RecomputationError
@@ -263,6 +264,14 @@ class Attempts:
             # An error in its own frames would keep the arguments of the step.
             del refusal
 
+    def after_refusal(self, driver: Any, key: Key, call: Call, error: Exception) -> Exception:
+        """Return what to raise after the last engine's refusal: the caller's own error, if any."""
+        own = _error_of_forward(driver.context, call)
+        if own is None:
+            return error
+        driver.forget(key)
+        return own
+
     def _report(self, driver: Any) -> None:
         """Warn of engines that failed, and of one that has taken the step over."""
         failures, self.failures = self.failures, None
@@ -282,6 +291,28 @@ class Attempts:
     def put_back(self, before: _StateBefore | None) -> None:
         """Put the state back after a failed step, where that is possible."""
         self._is_unspoilt = before is not None and before.put_back()
+
+
+def _error_of_forward(context: Context, call: Call) -> Exception | None:
+    """Return the error of a forward that plain PyTorch cannot run either; ``None`` if it can.
+
+    Nothing of the run stays.
+    """
+    if context.peers.ranks is not None:
+        return None  # The other ranks would wait for what it sends.
+    found = None
+    for mode in (torch.no_grad, torch.enable_grad):  # The former needs less.
+        try:
+            with trial(context.module, call.arguments, context.device_of(call)) as run, mode():
+                args, kwargs = run.arguments
+                context.module.forward(*args, **kwargs)
+            return None
+        except Untriable:
+            return None
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            found = error
+    return found
 
 
 def _is_free(context: Context) -> bool:

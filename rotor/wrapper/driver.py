@@ -308,7 +308,7 @@ class Driver:
                 return found
             except CannotPlan as refused:
                 if not self.order.refuse(key, call, str(refused.error)):
-                    raise refused.error from None
+                    raise self._attempts.after_refusal(self, key, call, refused.error) from None
                 again = False
             except allocator.MeterBusyError:
                 # The next step tries again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,9 @@ def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
     return found
 
 
+_KEPT_APART = frozenset(("before", "capture"))
+
+
 @dataclass
 class Family:
     """Calls that differ in the sizes of tensors only.
@@ -72,6 +76,8 @@ class Family:
         Number of shapes that were captured alone.
     seconds
         Time of planning each shape, by its `Key.measured`.
+    before
+        State before the latest new shape.
     """
 
     names: list[str]
@@ -83,6 +89,17 @@ class Family:
     error: CaptureError | None = None
     alone: int = 0
     seconds: dict[Any, float] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
+
+    def keep(self) -> None:
+        """Keep the state, before a new shape."""
+        self.before = {
+            name: copy(value) for name, value in vars(self).items() if name not in _KEPT_APART
+        }
+
+    def put_back(self) -> None:
+        """Have everything as it was before the latest new shape."""
+        vars(self).update(self.before)
 
     @property
     def shared_capture(self) -> Capture:

@@ -81,6 +81,7 @@ class Sizing:
         family = self.families.joined(key.measured, self.context.module, arguments)
         if family.error is not None:
             raise CannotPlan(CaptureError(*family.error.args))
+        family.keep()
         shapes = shapes_of(core.tree_flatten(arguments)[0])
         differing = family.differing(shapes)
         family.shapes[key.measured] = shapes
@@ -200,8 +201,9 @@ class Sizing:
         family = self.families.of(measured)
         if family is None:
             return
-        family.error = None
-        if list(family.shapes) == [measured] and not family.graphs:
+        if family.error is not None:
+            family.put_back()
+        if list(family.shapes) in ([], [measured]) and not family.graphs:
             self.families.drop(measured)
 
     def forget_programs(self) -> None:
