@@ -12,7 +12,7 @@ from rotor.algorithms.curve import Curve
 from rotor.commands.curve import CurveFacts, curve_text
 from rotor.fit.advice import better_of
 from rotor.meter import allocator
-from rotor.report.curves import Point, curve_sketch, write_curve
+from rotor.report.curves import Point, write_curve
 from rotor.report.simrd_figures import overhead_grid, static_grid
 
 SEQUENTIAL = """
@@ -125,19 +125,6 @@ def test_figures_of_experiments_name_their_zones_and_failures(tmp_path):
     ):
         (axes,) = axes_of(lambda draw=draw: draw([panel], tmp_path / "figure", []))
         assert set(axes.get_legend_handles_labels()[1]) == names
-
-
-def test_a_sketch_of_a_curve():
-    curve = Curve([25, 50, 100], [2.0, 1.5, 1.0])
-    plain = Point("plain", 100, 1.0)
-    lines = curve_sketch(curve, plain=plain, limit_bytes=50, width=20, height=5).splitlines()
-    assert lines[1].startswith(" 200 % │     ─────")
-    assert lines[3].strip(" │").startswith("●─────────")
-    assert lines[5] == " 100 % │                    P"
-    assert lines[-1].strip() == "● within 50 B   P plain, 100 B"
-    assert max(map(len, lines)) <= 80
-    below = curve_sketch(curve, plain=plain, limit_bytes=20)
-    assert "●" not in below
 
 
 def test_limits_in_percent_are_of_free_memory(folder, capsys, monkeypatch):

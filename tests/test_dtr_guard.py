@@ -187,7 +187,7 @@ def test_after_the_context_nothing_is_left_of_the_guard():
         assert torch.utils.dlpack.to_dlpack is not function
     assert torch.utils.dlpack.to_dlpack is torch.to_dlpack is function
     assert torch.autograd._engine_run_backward is run
-    assert not dispatch.in_function_modes()
+    assert not torch._C._is_torch_function_mode_enabled()
 
 
 class _Square(torch.autograd.Function):

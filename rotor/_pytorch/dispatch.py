@@ -90,11 +90,6 @@ def innermost_modes() -> tuple[Any, Any]:
     return _python_dispatch._get_current_dispatch_mode(), functions[-1] if functions else None
 
 
-def in_function_modes() -> bool:
-    """Return whether a mode sees the functions of PyTorch that this thread calls."""
-    return torch._C._is_torch_function_mode_enabled()
-
-
 def without_functions() -> Any:
     """Return a context in which no mode or subclass sees functions of PyTorch."""
     return torch._C.DisableTorchFunction()
