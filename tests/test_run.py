@@ -126,6 +126,23 @@ def test_watching_says_what_a_limit_costs_and_which_line_to_add(capsys):
     assert losses == [line for line in plain.splitlines() if line[0].isdigit()]
 
 
+def test_advice_is_for_the_autocast_of_the_script(capsys):
+    text = SCRIPT.replace(
+        "loss = criterion(net(data, scale=0.5), data)",
+        """with torch.autocast("cpu", torch.bfloat16):
+        output = net(data, scale=0.5)
+    loss = criterion(output.float(), data)""",
+    )
+    Path("half.py").write_text(text, encoding="utf-8")
+    peaks = []
+    for name in ("train.py", "half.py"):
+        code, _, err = run(capsys, "--watch", "--json", "advice.json", name)
+        assert code == 0, err
+        data = json.loads(Path("advice.json").read_text(encoding="utf-8"))
+        peaks.append(data["curve"]["bytes"][-1])
+    assert peaks[1] < 0.7 * peaks[0]
+
+
 def test_a_limit_is_kept_without_a_change_of_the_script(capsys):
     plain = run(capsys, "train.py")[1]
     code, out, err = run(capsys, "--limit", "500KiB", "train.py")

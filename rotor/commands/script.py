@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from rotor._pytorch import devices
 from rotor.commands import tell, write_command_json
 from rotor.common.frames import release
+from rotor.common.modes import Modes
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.errors import InfeasibleError
 from rotor.fit import batches
@@ -152,6 +154,7 @@ class _Watcher:
         self._module: nn.Module | None = None
         self._main = sys.modules["__main__"]
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._modes: Any = nullcontext()
         self._devices: set[torch.device] = set()
         self._name = ""
         self._hint = ""
@@ -177,7 +180,7 @@ class _Watcher:
             return plain(module, *args, **kwargs)
         if not self._arguments.watch:
             return plain(module, *args, **kwargs)
-        self._call = (args, kwargs)
+        self._keep(module, args, kwargs)
         if self._needs is not None:
             self.stop()
             self.explain()
@@ -185,8 +188,9 @@ class _Watcher:
         return self._metered(module, plain, args, kwargs)
 
     def _begin(self, outer: nn.Module, args: Any, kwargs: Any) -> None:
-        self._outer, self._call = outer, (args, kwargs)
+        self._outer = outer
         self._module = module = unwrapped(outer)
+        self._keep(module, args, kwargs)
         self._devices = {parameter.device for parameter in module.parameters()}
         self._main = sys.modules["__main__"]
         self._name, self._hint = _variable(outer)
@@ -207,7 +211,12 @@ class _Watcher:
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            self._call = (args, kwargs)
+            self._keep(module, args, kwargs)
+
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep the arguments of a call, and the autocast around it."""
+        self._call = (args, kwargs)
+        self._modes = Modes(device_of_call(module, args, kwargs).type)
 
     def _metered(self, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
         def done(step: StepBytes) -> None:
@@ -233,7 +242,8 @@ class _Watcher:
         args, kwargs = self._call
         main, sys.modules["__main__"] = sys.modules["__main__"], self._main
         try:
-            return advise(self._module, args, kwargs)
+            with self._modes:
+                return advise(self._module, args, kwargs)
         finally:
             sys.modules["__main__"] = main
 
