@@ -285,8 +285,7 @@ def _untimed_guards() -> Iterator[None]:
 
     That took a fifth of the first step of a small model.
     """
-    from torch._dynamo import guards
-
+    guards: Any = importlib.import_module("torch._dynamo.guards")
     given = getattr(guards, "profile_guard_manager", None)
     if given is None:
         yield
