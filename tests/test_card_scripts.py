@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import subprocess
@@ -10,81 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerator import library
+from card_scripts import SCRIPTS, environment
+
+from rotor.units import parse_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are Linux's")
 
 ROOT = Path(__file__).parent.parent
 
-MODEL = """
-import sys
-import torch
-from torch import nn
 
-torch.set_num_threads(1)
-torch.manual_seed(0)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(8)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-model = Net()
-"""
-
-STEPS = """
-for step in range(4):
-    optimizer.zero_grad()
-    loss = model(torch.randn(16384, 128)).square().mean()
-    loss.backward()
-    optimizer.step()
-    print(loss.item().hex(), flush=True)
-"""
-
-LOOPS = {
-    "adam": f"optimizer = torch.optim.AdamW(model.parameters())\n{STEPS}",
-    "sgd": f"optimizer = torch.optim.SGD(model.parameters(), 0.01)\n{STEPS}",
-    "accumulation": """
-optimizer = torch.optim.Adam(model.parameters())
-for step in range(4):
-    loss = model(torch.randn(16384, 128)).square().mean()
-    loss.backward()
-    if step % 2:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    print(loss.item().hex(), flush=True)
-""",
-    "averages": """
-import copy
-
-average = copy.deepcopy(model)
-optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-for step in range(4):
-    optimizer.zero_grad()
-    loss = model(torch.randn(16384, 128)).square().mean()
-    loss.backward()
-    optimizer.step()
-    with torch.no_grad():
-        for mine, other in zip(average.parameters(), model.parameters()):
-            mine.lerp_(other, 0.1)
-    print(loss.item().hex(), flush=True)
-""",
-}
-
-PEAK = """
-print([line for line in open("/proc/self/status") if "VmPeak" in line][0], file=sys.stderr)
-"""
-
-
-def run(folder, *command, limit_kib=0, path=None):
+def run(folder, *command, limit_kib=0, path=None, steps=3, card_bytes=None):
     def cap():
         if limit_kib:
             resource.setrlimit(resource.RLIMIT_AS, (limit_kib << 10, limit_kib << 10))
@@ -94,36 +29,85 @@ def run(folder, *command, limit_kib=0, path=None):
         cwd=folder,
         capture_output=True,
         text=True,
-        env=os.environ | ({} if path is None else {"PYTHONPATH": str(path)}),
+        env=environment(steps, card_bytes) | ({} if path is None else {"PYTHONPATH": str(path)}),
         preexec_fn=cap,
     )
 
 
+def bits(text):
+    """Return the losses that a script has printed."""
+    return re.findall(r"-?0x1\.\w+", text)
+
+
+def with_line(text, number, line):
+    """Return a script with a line of rotor after the line of this number."""
+    lines = text.splitlines()
+    indent = re.match(" *", lines[number - 1])[0]
+    lines[number:number] = [f"{indent}import rotor", indent + line]
+    return "\n".join(lines)
+
+
+def advised(folder, **options):
+    """Have a script fail under ``rotor run``; return where the advised line belongs, and it."""
+    told = run(folder, "-m", "rotor", "run", "train.py", **options)
+    assert told.returncode == 1, told.stderr
+    said = re.search(r"add this line after line (\d+) of train.py\n {4}(.*)\n", told.stderr)
+    assert said is not None, told.stderr
+    return int(said[1]), said[2]
+
+
 def cure(folder, name, share, path=None):
     """Have a script fail in a share of its memory, and train with the line that is advised."""
-    script = folder / "train.py"
-    script.write_text(MODEL + LOOPS[name] + PEAK, encoding="utf-8")
+    (folder / "train.py").write_text(SCRIPTS[name], encoding="utf-8")
     plain = run(folder, "train.py")
     peak_kib = int(re.search(r"VmPeak:\s+(\d+) kB", plain.stderr)[1])
     limit_kib = int(peak_kib * share)
-    assert run(folder, "train.py", limit_kib=limit_kib).returncode == 1
-    told = run(folder, "-m", "rotor", "run", "train.py", limit_kib=limit_kib, path=path)
-    assert told.returncode == 1
-    said = re.search(r"add this line after line (\d+) of train.py\n {4}(.*)\n", told.stderr)
-    assert said is not None, told.stderr
-    lines = script.read_text(encoding="utf-8").splitlines()
-    lines.insert(int(said[1]), f"import rotor\n{said[2]}")
-    (folder / "added.py").write_text("\n".join(lines), encoding="utf-8")
+    place = advised(folder, limit_kib=limit_kib, path=path)
+    (folder / "added.py").write_text(with_line(SCRIPTS[name], *place), encoding="utf-8")
     cured = run(folder, "added.py", limit_kib=limit_kib, path=path)
     assert cured.returncode == 0, cured.stderr
-    assert cured.stdout == plain.stdout
+    assert bits(cured.stdout) == bits(plain.stdout) != []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.75, 0.9])
-@pytest.mark.parametrize("name", LOOPS)
-def test_the_advised_line_ends_the_failure(tmp_path, name, share):
-    cure(tmp_path, name, share)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_advised_line_ends_the_failure(tmp_path, name):
+    cure(tmp_path, name, 0.88)
+
+
+REPORT = "import atexit, sys; atexit.register(lambda m=kept: print(m.report(), file=sys.stderr))"
+
+
+def parts_of(report):
+    """Return the parts of the sum in a report, bytes by name."""
+    line = next(line for line in report.splitlines() if "for a step" in line)
+    words = [part.split(" ", 2) for part in line.partition(" = ")[2].split(" + ")]
+    return {name: parse_bytes(f"{number}{unit}") for number, unit, name in words}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_forty_steps_fit_on_a_card_that_plain_training_overfills(tmp_path, name):
+    """With no limit, and with the advised one, whose sum is what the device has counted."""
+    library()
+    (tmp_path / "train.py").write_text(SCRIPTS[name], encoding="utf-8")
+    plain = run(tmp_path, "train.py", steps=2, card_bytes=1 << 40)
+    assert plain.returncode == 0, plain.stderr
+    card = int(re.search(r"peak (\d+)", plain.stderr)[1]) * 4 // 5
+    number, line = advised(tmp_path, steps=40, card_bytes=card)
+    kept = f"{line}; {REPORT}".replace(" = ", " = kept = ", 1)
+    assert 'total_limit="card"' in line
+    for added in (line.replace(', total_limit="card"', ""), kept):
+        text = with_line(SCRIPTS[name], number, added)
+        (tmp_path / "added.py").write_text(text, encoding="utf-8")
+        done = run(tmp_path, "added.py", steps=40, card_bytes=card)
+        assert done.returncode == 0, done.stderr
+        assert len(bits(done.stdout)) == 40
+        assert bits(done.stdout)[:2] == bits(plain.stdout)
+    parts = parts_of(done.stderr)
+    assert abs(sum(parts.values()) - card) <= card // 100
+    own = sum(parts.values()) - parts["slack"] - parts["for a step"] - parts.get("gradients", 0)
+    assert abs(own - int(re.search(r"counted (\d+)", done.stderr)[1])) <= card // 100
 
 
 @pytest.mark.slow
