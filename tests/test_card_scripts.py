@@ -88,7 +88,7 @@ def parts_of(report):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_forty_steps_fit_on_a_card_that_plain_training_overfills(tmp_path, name):
-    """With no limit, and with the advised one, whose sum is what the device has counted."""
+    """With no limit, with a total in bytes, and with the advised line, whose sum is counted."""
     library()
     (tmp_path / "train.py").write_text(SCRIPTS[name], encoding="utf-8")
     plain = run(tmp_path, "train.py", steps=2, card_bytes=1 << 40)
@@ -97,13 +97,19 @@ def test_forty_steps_fit_on_a_card_that_plain_training_overfills(tmp_path, name)
     number, line = advised(tmp_path, steps=40, card_bytes=card)
     kept = f"{line}; {REPORT}".replace(" = ", " = kept = ", 1)
     assert 'total_limit="card"' in line
-    for added in (line.replace(', total_limit="card"', ""), kept):
+    lines = {
+        line.replace(', total_limit="card"', ""): card,
+        line.replace('"card"', str(card)): 2 * card,
+        kept: card,
+    }
+    for added, device_bytes in lines.items():
         text = with_line(SCRIPTS[name], number, added)
         (tmp_path / "added.py").write_text(text, encoding="utf-8")
-        done = run(tmp_path, "added.py", steps=40, card_bytes=card)
+        done = run(tmp_path, "added.py", steps=40, card_bytes=device_bytes)
         assert done.returncode == 0, done.stderr
         assert len(bits(done.stdout)) == 40
         assert bits(done.stdout)[:2] == bits(plain.stdout)
+        assert int(re.search(r"peak (\d+)", done.stderr)[1]) <= card
     parts = parts_of(done.stderr)
     assert abs(sum(parts.values()) - card) <= card // 100
     own = sum(parts.values()) - parts["slack"] - parts["for a step"] - parts.get("gradients", 0)
