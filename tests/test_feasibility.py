@@ -104,6 +104,7 @@ def test_all_budgets_from_the_least_of_a_curve_are_accepted_and_none_below(seed)
     assert least_of(graph, found.minimum_bytes - 1) == found.minimum_bytes
 
 
+@pytest.mark.slow
 def test_with_a_second_tier_too_bytes_alone_decide():
     graph = training_graph(5, 10, plain=False)
     rates = (1e6, 1e9, 1e12)

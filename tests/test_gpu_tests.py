@@ -48,6 +48,7 @@ def check(config: pytest.Config, selected: str, least: int) -> None:
     assert "skipped" not in done.stdout, end
 
 
+@pytest.mark.slow
 def test_some_pass_on_the_simulated_device(pytestconfig):
     check(pytestconfig, QUICK, 9)
 

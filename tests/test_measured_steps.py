@@ -13,7 +13,7 @@ from rotor.wrapper import metering
 
 KINDS = [
     ("recurrent", "auto"),
-    ("skipping", "auto"),
+    pytest.param("skipping", "auto", marks=pytest.mark.slow),
     ("loose", "auto"),
     ("skipping", "dynamic"),
 ]

@@ -375,6 +375,7 @@ class OwnLoss(Gpt):
         return logits.float().square().mean(), logits * 2
 
 
+@pytest.mark.slow
 def test_the_largest_shape_that_fits_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     largest_fitting = shapes.SymbolicGraph.largest_fitting

@@ -108,6 +108,7 @@ def test_the_limit_needs_the_blocks(sim, monkeypatch):
     pytest.fail("all programs held their limits without early blocks")
 
 
+@pytest.mark.slow
 def test_without_early_blocks_the_planner_recomputes(sim, monkeypatch):
     number, model, _, limit = next(closing_holes(sim))
     fewest = model.plan.makespan
@@ -115,6 +116,7 @@ def test_without_early_blocks_the_planner_recomputes(sim, monkeypatch):
     assert wrapped(sim, number, limit)[0].plan.makespan > fewest
 
 
+@pytest.mark.slow
 def test_verified_steps_and_recomputation(sim):
     """Hold limits far below the need, and compare what is computed again."""
     need = wrapped(sim, 2, 1 << 30)[0].plan.predicted_bytes
