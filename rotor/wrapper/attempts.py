@@ -307,7 +307,7 @@ def _error_of_forward(context: Context, call: Call) -> Exception | None:
                 args, kwargs = run.arguments
                 context.module.forward(*args, **kwargs)
             return None
-        except Untriable:
+        except (Untriable, torch.OutOfMemoryError):
             return None
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
