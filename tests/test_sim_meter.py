@@ -116,7 +116,14 @@ def test_the_thread_of_backwards_has_dropped_its_last_node(sim):
         del result
 
 
-def test_settling_waits_for_the_thread_of_backwards(sim):
+@pytest.mark.parametrize(
+    "settle",
+    [
+        pytest.param(lambda: devices.settle_backwards(torch.device("sim", 0)), id="alone"),
+        pytest.param(lambda: meter("sim").start().stop(), id="a meter of a step"),
+    ],
+)
+def test_settling_waits_for_the_thread_of_backwards(sim, settle):
     """Return when that thread has done, and dropped, all that it was given before."""
     started, done = threading.Event(), threading.Event()
 
@@ -136,7 +143,7 @@ def test_settling_waits_for_the_thread_of_backwards(sim):
     other = threading.Thread(target=lambda: torch.autograd.grad(Slow.apply(value).sum(), value))
     other.start()
     started.wait()
-    devices.settle_backwards(torch.device("sim", 0))
+    settle()
     assert done.is_set()
     other.join()
 

@@ -450,7 +450,6 @@ class _DeviceMeter(Meter):
     def __enter__(self) -> Self:
         self._pause.begin()
         try:
-            self._settle()
             return super().__enter__()
         except BaseException:
             self._pause.end()
@@ -492,6 +491,7 @@ class _DeviceMeter(Meter):
         return main_thread.is_current() and not by_counters
 
     def _begin(self) -> None:
+        self._settle()
         is_traced = self._may_trace()
         try:
             if not is_traced:

@@ -144,7 +144,8 @@ class PartsEngine(MeteredEngine):
         pieces, verify = self.pieces[key], self.settings.verify
         plan = make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
         # Another engine may keep the limit: it is asked before a step is over.
-        plan.is_over = not pieces.is_measured and plan.predicted_bytes > limit_bytes
+        is_renewed = pieces.is_measured and key in self.context.plans
+        plan.is_over = plan.predicted_bytes > limit_bytes and not is_renewed
         return plan
 
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
