@@ -105,8 +105,9 @@ gpu: ## tests and benchmarks on one device, in at most 25 minutes, written as by
 	$(GPU_PYTHON) setup.py -q build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/run_all.py --gpu
 
-regressions: $(VENV)/.test ## counts of solvers, planner and simulator beside the committed ones
+regressions: $(VENV)/.test ## counts of solvers, planner and simulator, and plans, beside the committed ones
 	$(BIN)/python benchmarks/regressions.py
+	$(BIN)/python benchmarks/golden.py
 
 clean: ## what was built, not .venv
 	rm -rf build dist docs/_build *.egg-info rotor/_core*.so
