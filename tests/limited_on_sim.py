@@ -23,11 +23,6 @@ def one_step(model, batch, inside, autocast=None):
     return loss.detach()
 
 
-def end_backwards():
-    """Wait until the thread of backwards has let go of a failed one's tensors."""
-    torch.ones(1, device="sim", requires_grad=True).sum().backward()
-
-
 class Trained:
     """Losses, gradients and peaks (above the level before each step) of a number of steps."""
 

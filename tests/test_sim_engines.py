@@ -5,10 +5,11 @@ import gc
 
 import pytest
 import torch
-from limited_on_sim import Trained, assert_equal, distance, end_backwards, one_step
+from limited_on_sim import Trained, assert_equal, distance, one_step
 from torch import nn
 
 import rotor
+from rotor._pytorch import devices
 from rotor.common.checksums import checksum
 
 MIB = 1 << 20
@@ -222,13 +223,13 @@ def test_exceptions(sim, engine, place):
             interrupted()
         case.wrapped.zero_grad()
         gc.collect()
-    end_backwards()
+    devices.settle_backwards(torch.device("sim", 0))
     level = sim.memory_allocated()
     with pytest.raises((Interrupted, RuntimeError)):
         interrupted()
     case.wrapped.zero_grad()
     gc.collect()
-    end_backwards()
+    devices.settle_backwards(torch.device("sim", 0))
     assert sim.memory_allocated() == level
     found = case.train()
     assert_equal(found, case.expected)

@@ -5,10 +5,11 @@ import gc
 
 import pytest
 import torch
-from limited_on_sim import Trained, assert_equal, distance, end_backwards, one_step
+from limited_on_sim import Trained, assert_equal, distance, one_step
 from test_sim_reserved import Reserved, prepared
 
 import rotor
+from rotor._pytorch import devices
 from rotor.engines.graph import captured_step
 from rotor.engines.graph.allocations import Recorded, record
 from rotor.engines.graph.pooling import outliving_storages
@@ -144,7 +145,7 @@ def test_a_failed_step_leaves_the_pool(sim):
         one_step(wrapped, batches[0], True)
     gc.collect()
     sim.set_capacity(2 << 30)
-    end_backwards()
+    devices.settle_backwards(torch.device("sim", 0))
     before = pools_of(sim)[1]
     one_step(model, batches[0], False)  # Its gradients, from the thread of backwards.
     assert wrapped.plan.reserving.pool is not None
