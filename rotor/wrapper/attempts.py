@@ -172,7 +172,7 @@ class Attempts:
         self.asked: Key | None = None
         self.failures: _Failures | None = None
         self.proven: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._is_unspoilt = True
+        self._is_unspoilt, self._measures = True, False
         self._refusals: dict[Any, Refusal] = {}
 
     def run(
@@ -185,7 +185,7 @@ class Attempts:
         Exception
             What plain PyTorch raises too; where a sample is measured, what the first engine raised.
         """
-        self.failures = None
+        self.failures, self._measures = None, measures
         self._refusals = dict(driver.context.refusals)
         while True:
             self.asked, self._is_unspoilt, raised = None, True, None
@@ -265,8 +265,8 @@ class Attempts:
             del refusal
 
     def after_refusal(self, driver: Any, key: Key, call: Call, error: Exception) -> Exception:
-        """Return what to raise after the last engine's refusal: the caller's own error, if any."""
-        own = _error_of_forward(driver.context, call)
+        """Return what to raise after the last engine's refusal: a step's own error, if any."""
+        own = None if self._measures else _error_of_forward(driver.context, call)
         if own is None:
             return error
         driver.forget(key)
