@@ -297,6 +297,7 @@ _Link = tuple[float, float, int, bool, int, int, int]
 
 @final
 class Dataflow:
+    sum: int
     def __new__(
         cls,
         cost_ns: Any,

@@ -27,9 +27,9 @@ def pytest_runtest_protocol(item):
     return True
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def few_objects():
-    """Have collections pass over what was made before the file: PyTorch is a million objects."""
+    """Have collections pass over what was made before the test: PyTorch is a million objects."""
     gc.collect()
     gc.freeze()
 

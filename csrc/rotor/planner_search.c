@@ -11,6 +11,7 @@
 #define ATTEMPTS 8      /* of bringing a program below the budget */
 #define HEAT 0.3        /* of the mean time of an operation, at first */
 #define CYCLE 100       /* moves of the first cooling per operation */
+#define MOST_BARREN 4  /* coolings in a row that gain nothing, once every heat */
 
 void rotor_search_init(rotor_search_t *self) { memset(self, 0, sizeof(*self)); }
 
@@ -180,11 +181,14 @@ int rotor_search_improve(rotor_search_t *self, const rotor_dataflow_t *graph, in
     } else {
         best_ns = self->edits.slots.time_ns;
     }
-    for (int32_t k = 0; ret == ROTOR_OK && moves > 0 && !stop->is_over; k++) {
+    int32_t barren = 0;
+    for (int32_t k = 0; ret == ROTOR_OK && moves > 0 && barren < MOST_BARREN && !stop->is_over; k++) {
+        int64_t before = best_ns;
         int64_t now = moves < cycle + cycle / 2 ? moves : cycle;
         ret = cool(self, graph, now, HEAT * heats[k % HEATS], stop, program, &best_ns);
         moves -= now;
         cycle += cycle / 2;
+        barren = best_ns < before ? 0 : barren + 1;
         if (ret == ROTOR_OK && self->edits.slots.time_ns > best_ns) {
             ret = rotor_edits_load(&self->edits, graph, program);
         }

@@ -12,6 +12,7 @@
 #define ATTEMPTS 8      /* of bringing a program below the budget */
 #define HEAT 0.3        /* of the mean time of an operation, at first */
 #define CYCLE 100       /* moves of the first cooling per operation */
+#define MOST_BARREN 8  /* coolings in a row that gain nothing, twice every heat */
 #define LINK_SHARE 50   /* a nanosecond of transfers counts as 1/50 */
 #define RUN_SHARE 100   /* a nanosecond of runs as 1/100 more: plateaus have a slope */
 #define SHIFT 80        /* slots that an action moves at most at random */
@@ -541,11 +542,14 @@ int rotor_tiering_improve(rotor_tiering_t *self, const rotor_dataflow_t *graph, 
         ret = rotor_slots_store(slots, program);
     }
     int64_t best = self->value;
-    for (int32_t k = 0; ret == ROTOR_OK && moves > 0 && !stop->is_over; k++) {
+    int32_t barren = 0;
+    for (int32_t k = 0; ret == ROTOR_OK && moves > 0 && barren < MOST_BARREN && !stop->is_over; k++) {
+        int64_t before = best;
         int64_t now = moves < cycle + cycle / 2 ? moves : cycle;
         ret = tier_cool(self, graph, now, HEAT * heats[k % HEATS], stop, program, &best);
         moves -= now;
         cycle += cycle / 2;
+        barren = best < before ? 0 : barren + 1;
         if (ret == ROTOR_OK && self->value > best) {
             ret = load(self, graph, program);
         }

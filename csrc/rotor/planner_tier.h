@@ -20,9 +20,8 @@ typedef struct {
 void rotor_tiering_init(rotor_tiering_t *self, const rotor_link_t *link);
 void rotor_tiering_free(rotor_tiering_t *self);
 /*
- * Improves a valid program by a number of moves. One above the budget is repaired first:
- * ROTOR_ERR_INFEASIBLE where that fails; the program is then as it was. Within what the link's tier may
- * hold where the program begins so.
+ * Improves a valid program as rotor_search_improve() does, within what the link's tier may hold where the
+ * program begins so.
  */
 int rotor_tiering_improve(rotor_tiering_t *self, const rotor_dataflow_t *graph, int64_t budget,
                           uint64_t seed, int64_t moves, rotor_stop_t *stop,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,10 @@ _UNIT = (10, 10_000)
 _MOST_RUNS = 300
 _MOST_POINTS = 10_000
 _LARGEST_EFFORT = 1_000_000
+_MOST_LEAST = 64
+_Link = tuple[float, float, int, bool, int, int, int]
+_least: OrderedDict[tuple[int, _Link | None], tuple[int, bytes]] = OrderedDict()
+"""Least peaks and their programs of the latest graphs that were refused, which follow from bytes."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -133,33 +138,39 @@ def plan(
     runs, moves = _effort(effort, _EFFORTS)
     tier = _tier(link)
     begin = None if start is None else start.ops if link is None else start.actions
-    ops, minimum, least = graph.core.plan(
-        budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin, tier
-    )
-    peak = (
-        None
-        if least is None
-        else peak_of(Program(graph, np.frombuffer(least, dtype=np.int32), link))
-    )
-    if ops is None and link is not None:
-        raise InfeasibleError(
-            f"no program was found within {exact_bytes(budget)}, with the second tier or without; "
-            f"the least peak that was found is {exact_bytes(minimum)}: give at least {minimum} "
-            "bytes, or a tier that holds more",
-            minimum,
-            peak=peak,
+    shape = graph.core.sum, tier
+    minimum, least = (0, b"") if begin is not None else _least.get(shape, (0, b""))
+    if budget >= minimum:
+        ops, minimum, ops_of_least = graph.core.plan(
+            budget, runs, moves, _seed(seed), _limit_ns(time_limit), progress, begin, tier
         )
-    if ops is None:
-        bound = lower_bound(graph)
-        raise InfeasibleError(
-            f"no program was found within {exact_bytes(budget)}; the least peak that "
-            f"was found is {exact_bytes(minimum)}, and none can be below {exact_bytes(bound)}: "
-            f"give at least {minimum} bytes",
+        if ops is not None:
+            return Program(graph, np.frombuffer(ops, dtype=np.int32), link)
+        least = bytes(ops_of_least or b"")
+        _least[shape] = minimum, least
+        if len(_least) > _MOST_LEAST:
+            _least.popitem(last=False)
+    raise _refusal(budget, minimum, Program(graph, np.frombuffer(least, dtype=np.int32), link))
+
+
+def _refusal(budget: int, minimum: int, least: Program) -> InfeasibleError:
+    """Return the error for a budget below the least peak that was found, of a program."""
+    begin = f"no program was found within {exact_bytes(budget)}"
+    found = f"the least peak that was found is {exact_bytes(minimum)}"
+    give = f"give at least {minimum} bytes"
+    if least.link is not None:
+        return InfeasibleError(
+            f"{begin}, with the second tier or without; {found}: {give}, or a tier that holds more",
             minimum,
-            bound,
-            peak,
+            peak=peak_of(least),
         )
-    return Program(graph, np.frombuffer(ops, dtype=np.int32), link)
+    bound = lower_bound(least.graph)
+    return InfeasibleError(
+        f"{begin}; {found}, and none can be below {exact_bytes(bound)}: {give}",
+        minimum,
+        bound,
+        peak_of(least),
+    )
 
 
 class PlanCurve(Curve):
@@ -257,7 +268,7 @@ def curve(
     return PlanCurve.of(programs, least)
 
 
-def _tier(link: Link | None) -> tuple[float, float, int, bool, int, int, int] | None:
+def _tier(link: Link | None) -> _Link | None:
     if link is not None and not isinstance(link, Link):
         raise TypeError(f"link must be a rotor.graph.Link or None, got {link!r}")
     return None if link is None else link.core
