@@ -38,8 +38,8 @@ def _seed(number: int) -> None:
 
 
 def _randomness() -> list[Any]:
-    numpy_state = str(np.random.get_state())  # noqa: NPY002
-    return [torch.get_rng_state().tolist(), random.getstate(), numpy_state]
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return [torch.get_rng_state().tolist(), random.getstate(), name, keys.tolist(), rest]
 
 
 def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
