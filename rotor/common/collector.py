@@ -15,8 +15,6 @@ __all__ = ["CollectorPause"]
 _lock = threading.Lock()
 _pauses: set[CollectorPause] = set()
 _was_enabled = False
-_others_freeze = False
-"""Whether objects were found frozen by others: counting them walks them all."""
 
 
 class CollectorPause:
@@ -49,20 +47,13 @@ class CollectorPause:
                     _was_enabled = gc.isenabled()
                 _pauses.add(self)
                 gc.disable()
-                if self._collects and _was_enabled and not _others_freeze:
-                    self._set_apart()
+                if self._collects and _was_enabled and not gc.get_freeze_count():
+                    self._sets_apart = True
+                    gc.freeze()
             return self
         except BaseException:
             self.end()
             raise
-
-    def _set_apart(self) -> None:
-        global _others_freeze
-        if not any(pause._sets_apart for pause in _pauses):
-            _others_freeze = gc.get_freeze_count() > 0
-            if not _others_freeze:
-                self._sets_apart = True
-                gc.freeze()
 
     def end(self) -> None:
         """Let the collector run again, as it did before the first pause; do nothing twice."""
