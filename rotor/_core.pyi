@@ -298,6 +298,7 @@ _Link = tuple[float, float, int, bool, int, int, int]
 @final
 class Dataflow:
     sum: int
+    is_plain: bool
     def __new__(
         cls,
         cost_ns: Any,
@@ -311,6 +312,8 @@ class Dataflow:
         storage_bytes: Any,
         pinned: Any,
         fixed: Any,
+        lazy: Any,
+        light_bytes: Any,
         /,
     ) -> Dataflow: ...
     def simulate(

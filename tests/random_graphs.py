@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from rotor.graph import Graph, Operation
+from rotor.graph import Graph, Operation, Storage
 
 GRAPHS = Path(__file__).parent / "data" / "graphs"
 SHARED = ("gpt6", "gpt24", "r50", "unet", "dn121")
@@ -67,33 +67,40 @@ def training_graph(seed: int, layers: int, *, plain: bool = True) -> Graph:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, most: int = 8) -> Graph:
-    """Any small graph, all phases and flags."""
+def graphs(draw: st.DrawFn, most: int = 8, *, plain: bool = True) -> Graph:
+    """Any small graph, all phases and flags; tapes and negative workspaces unless it is `plain`."""
     count = draw(st.integers(1, most))
-    sizes: list[int] = []
-    pinned: list[bool] = []
+    storages: list[Storage] = []
     operations = []
+    kinds = [False, False, False, True] + ([] if plain else ["first", "lazy", "lazy"])
     phases = sorted(
         draw(st.lists(st.sampled_from([0, 0, 0, 1, 2, 2]), min_size=count, max_size=count))
     )
     for k, phase in enumerate(phases):
-        numbers = list(range(len(sizes)))
+        numbers = list(range(len(storages)))
         inputs = draw(st.lists(st.sampled_from(numbers), max_size=3)) if numbers else []
         outputs = []
+        has_tape = False
         for _ in range(draw(st.sampled_from([1, 1, 1, 2, 0]))):
-            outputs.append(len(sizes))
-            sizes.append(draw(st.integers(0, 9)))
-            pinned.append(draw(st.sampled_from([False, False, False, True])))
+            outputs.append(len(storages))
+            size, kind = draw(st.integers(0, 9)), draw(st.sampled_from(kinds))
+            is_lazy = kind == "lazy" and not has_tape
+            has_tape = has_tape or is_lazy
+            pinned = kind if kind != "lazy" else False
+            storages.append(Storage(size, pinned, movable=not is_lazy, lazy=is_lazy))
+        made = sum(storages[s].bytes for s in outputs)
+        least = made - sum(storages[s].bytes for s in outputs if storages[s].lazy)
         operations.append(
             Operation(
                 f"op{k}",
                 draw(st.integers(0, 9)),
                 tuple(inputs),
                 tuple(outputs),
-                draw(st.sampled_from([0, 0, 3])),
+                draw(st.sampled_from([0, 0, 3] if plain else [0, 3, -made])),
                 ("forward", "loss", "backward")[phase],
                 random=draw(st.sampled_from([False, False, True])),
                 once=draw(st.sampled_from([False, False, False, True])),
+                light_bytes=draw(st.sampled_from([0, 2, -least])) if has_tape else None,
             )
         )
-    return Graph(sizes, pinned, operations)
+    return Graph(storages, None, operations)

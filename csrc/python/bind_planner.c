@@ -15,8 +15,8 @@ typedef struct {
 
 static const char *const array_names[] = {
     "cost_ns", "workspace_bytes", "phase", "flags", "input_start", "inputs",
-    "output_start", "outputs", "storage_bytes", "pinned", "fixed"};
-enum { ARRAYS = 11 };
+    "output_start", "outputs", "storage_bytes", "pinned", "fixed", "lazy", "light_bytes"};
+enum { ARRAYS = 13 };
 
 static int64_t last_of(const Py_buffer *view) {
     return ((const int64_t *)view->buf)[view->shape[0] - 1];
@@ -26,7 +26,7 @@ static int64_t last_of(const Py_buffer *view) {
 static int check_lengths(const Py_buffer *views) {
     Py_ssize_t n = views[0].shape[0];
     for (int k = 1; k < ARRAYS; k++) {
-        Py_ssize_t expected = k < 4              ? n
+        Py_ssize_t expected = k < 4 || k == 12   ? n
                               : k == 4 || k == 6 ? n + 1
                               : k >= 9           ? views[8].shape[0]
                                                  : views[k].shape[0];
@@ -67,9 +67,9 @@ static PyObject *py_dataflow_new(PyTypeObject *type, PyObject *args, PyObject *k
     if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
         return PyErr_Format(PyExc_TypeError, "Dataflow takes positional arguments only");
     }
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOO:Dataflow", &arrays[0], &arrays[1], &arrays[2],
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOO:Dataflow", &arrays[0], &arrays[1], &arrays[2],
                           &arrays[3], &arrays[4], &arrays[5], &arrays[6], &arrays[7], &arrays[8],
-                          &arrays[9], &arrays[10])) {
+                          &arrays[9], &arrays[10], &arrays[11], &arrays[12])) {
         return NULL;
     }
     for (; count < ARRAYS; count++) {
@@ -96,6 +96,8 @@ static PyObject *py_dataflow_new(PyTypeObject *type, PyObject *args, PyObject *k
             .storage_bytes = views[8].buf,
             .pinned = views[9].buf,
             .fixed = views[10].buf,
+            .lazy = views[11].buf,
+            .light_bytes = views[12].buf,
         };
         int ret = rotor_dataflow_build(&self->graph, &source);
         ret = ret == ROTOR_OK ? sum_arrays(views, &self->sum) : ret;
@@ -150,6 +152,8 @@ static const char *fault_text(enum rotor_fault kind) {
         return "the storage is fetched, and nothing reads it before it is made again";
     case ROTOR_FAULT_HOST:
         return "the second tier holds more than the host_bytes of the link";
+    case ROTOR_FAULT_TAPE:
+        return "a tape is read after something that it holds was made again";
     case ROTOR_FAULT_NONE:
         break;
     }
@@ -477,12 +481,14 @@ static PyMethodDef dataflow_methods[] = {
 static PyMemberDef dataflow_members[] = {
     {"sum", T_ULONGLONG, offsetof(py_dataflow_t, sum), READONLY,
      "Checksum of all but the times: graphs of one sum have the same least peak."},
+    {"is_plain", T_BOOL, offsetof(py_dataflow_t, graph.is_plain), READONLY,
+     "No tapes, no negative workspaces, no storage whose first copy alone stays."},
     {NULL, 0, 0, 0, NULL},
 };
 
 PyDoc_STRVAR(dataflow_doc,
              "Dataflow(cost_ns, workspace_bytes, phase, flags, input_start, inputs, output_start, "
-             "outputs, storage_bytes, pinned, fixed, /)\n--\n\n"
+             "outputs, storage_bytes, pinned, fixed, lazy, light_bytes, /)\n--\n\n"
              "A graph of operations on storages, for programs and the planner.");
 
 static PyType_Slot dataflow_slots[] = {

@@ -313,7 +313,7 @@ int rotor_bound(const rotor_dataflow_t *graph, int64_t *bytes) {
     int64_t pinned = 0;
     bool has_last = false;
     int ret = rotor_dataflow_lower_bound(graph, bytes);
-    if (ret != ROTOR_OK) {
+    if (ret != ROTOR_OK || !graph->is_plain) {
         return ret;
     }
     for (int32_t s = 0; s < graph->storage_count; s++) {

@@ -13,8 +13,8 @@
 
 #include "dataflow.h"
 
-/* Bytes below which no program can stay: at least rotor_dataflow_lower_bound(), at more expense.
- * Large graphs are looked at in part. */
+/* Bytes below which no program can stay: at least rotor_dataflow_lower_bound(), at more expense
+ * where the graph is plain. Large graphs are looked at in part. */
 int rotor_bound(const rotor_dataflow_t *graph, int64_t *bytes);
 
 #endif

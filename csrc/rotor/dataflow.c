@@ -10,7 +10,9 @@ void rotor_dataflow_init(rotor_dataflow_t *self) { memset(self, 0, sizeof(*self)
 void rotor_dataflow_free(rotor_dataflow_t *self) {
     rotor_free(self->cost_ns);
     rotor_free(self->workspace_bytes);
+    rotor_free(self->light_bytes);
     rotor_free(self->output_bytes);
+    rotor_free(self->tape);
     rotor_free(self->phase);
     rotor_free(self->flags);
     rotor_free(self->input_start);
@@ -20,6 +22,7 @@ void rotor_dataflow_free(rotor_dataflow_t *self) {
     rotor_free(self->bytes);
     rotor_free(self->pinned);
     rotor_free(self->fixed);
+    rotor_free(self->lazy);
     rotor_free(self->producer);
     rotor_free(self->user_start);
     rotor_free(self->users);
@@ -44,15 +47,17 @@ static int check_starts(const int64_t *start, int64_t count) {
     return ROTOR_OK;
 }
 
+/* The workspace of a run of operation k that does not make its tape. */
+static int64_t light_of(const rotor_dataflow_arrays_t *a, int64_t k) {
+    return a->light_bytes == NULL ? a->workspace_bytes[k] : a->light_bytes[k];
+}
+
 static int check_operation(const rotor_dataflow_arrays_t *a, int64_t k) {
-    int ret = check_size(a->workspace_bytes[k]);
-    if (ret != ROTOR_OK) {
-        return ret;
-    }
     if (a->cost_ns[k] < 0) {
         return ROTOR_ERR_NEGATIVE_TIME;
     }
-    if (a->cost_ns[k] > ROTOR_MAX_VALUE) {
+    if (a->cost_ns[k] > ROTOR_MAX_VALUE || a->workspace_bytes[k] > ROTOR_MAX_VALUE ||
+        light_of(a, k) > ROTOR_MAX_VALUE) {
         return ROTOR_ERR_TOO_LARGE;
     }
     if (a->phase[k] < ROTOR_PHASE_FORWARD || a->phase[k] > ROTOR_PHASE_BACKWARD || a->flags[k] < 0 ||
@@ -65,7 +70,6 @@ static int check_operation(const rotor_dataflow_arrays_t *a, int64_t k) {
 static int dataflow_check(const rotor_dataflow_arrays_t *a) {
     int ret = ROTOR_OK;
     int64_t bytes = 0;
-    int64_t workspace = 0;
     int64_t cost = 0;
     if (a->operation_count < 1 || a->operation_count > MOST_ITEMS || a->storage_count < 0 ||
         a->storage_count > MOST_ITEMS) {
@@ -79,7 +83,9 @@ static int dataflow_check(const rotor_dataflow_arrays_t *a) {
         if ((ret = check_size(a->storage_bytes[s])) != ROTOR_OK) {
             return ret;
         }
-        if ((a->pinned[s] != 0 && a->pinned[s] != 1) ||
+        bool is_lazy = a->lazy != NULL && a->lazy[s] != 0;
+        if (a->pinned[s] < 0 || a->pinned[s] > (is_lazy ? 0 : ROTOR_KEPT_FIRST) ||
+            (is_lazy && a->lazy[s] != 1) ||
             (a->fixed != NULL && a->fixed[s] != 0 && a->fixed[s] != 1)) {
             return ROTOR_ERR_BAD_OPERATION;
         }
@@ -95,7 +101,6 @@ static int dataflow_check(const rotor_dataflow_arrays_t *a) {
         if (k > 0 && a->phase[k] < a->phase[k - 1]) {
             return ROTOR_ERR_BAD_OPERATION;
         }
-        workspace = rotor_max(workspace, a->workspace_bytes[k]);
         cost += a->cost_ns[k];
         if (cost > INT64_MAX / 4) {
             return ROTOR_ERR_OVERFLOW;
@@ -111,7 +116,9 @@ static int dataflow_allocate(rotor_dataflow_t *g, const rotor_dataflow_arrays_t 
     g->storage_count = (int32_t)m;
     g->cost_ns = rotor_malloc_array(n, sizeof(*g->cost_ns));
     g->workspace_bytes = rotor_malloc_array(n, sizeof(*g->workspace_bytes));
+    g->light_bytes = rotor_malloc_array(n, sizeof(*g->light_bytes));
     g->output_bytes = rotor_malloc_array(n, sizeof(*g->output_bytes));
+    g->tape = rotor_malloc_array(n, sizeof(*g->tape));
     g->phase = rotor_malloc_array(n, sizeof(*g->phase));
     g->flags = rotor_malloc_array(n, sizeof(*g->flags));
     g->input_start = rotor_malloc_array(n + 1, sizeof(*g->input_start));
@@ -121,10 +128,12 @@ static int dataflow_allocate(rotor_dataflow_t *g, const rotor_dataflow_arrays_t 
     g->bytes = rotor_malloc_array(m, sizeof(*g->bytes));
     g->pinned = rotor_malloc_array(m, sizeof(*g->pinned));
     g->fixed = rotor_malloc_array(m, sizeof(*g->fixed));
+    g->lazy = rotor_malloc_array(m, sizeof(*g->lazy));
     g->producer = rotor_malloc_array(m, sizeof(*g->producer));
     g->user_start = rotor_calloc((size_t)m + 1, sizeof(*g->user_start));
     g->users = rotor_malloc_array(a->input_start[n], sizeof(*g->users));
-    return g->cost_ns == NULL || g->workspace_bytes == NULL || g->output_bytes == NULL ||
+    return g->cost_ns == NULL || g->workspace_bytes == NULL || g->light_bytes == NULL ||
+                   g->output_bytes == NULL || g->tape == NULL || g->lazy == NULL ||
                    g->phase == NULL || g->flags == NULL || g->input_start == NULL ||
                    g->inputs == NULL || g->output_start == NULL || g->outputs == NULL ||
                    g->bytes == NULL || g->pinned == NULL || g->fixed == NULL || g->producer == NULL ||
@@ -157,7 +166,9 @@ static int add_inputs(rotor_dataflow_t *g, const rotor_dataflow_arrays_t *a, int
 
 static int add_outputs(rotor_dataflow_t *g, const rotor_dataflow_arrays_t *a, int32_t k) {
     int32_t at = g->output_start[k];
+    int64_t light = g->light_bytes[k];
     g->output_bytes[k] = 0;
+    g->tape[k] = -1;
     for (int64_t j = a->output_start[k]; j < a->output_start[k + 1]; j++) {
         int64_t s = a->outputs[j];
         if (s < 0 || s >= g->storage_count) {
@@ -169,9 +180,18 @@ static int add_outputs(rotor_dataflow_t *g, const rotor_dataflow_arrays_t *a, in
         g->producer[s] = k;
         g->outputs[at++] = (int32_t)s;
         g->output_bytes[k] += g->bytes[s];
+        if (g->lazy[s]) {
+            if (g->tape[k] >= 0) {
+                return ROTOR_ERR_BAD_OPERATION;
+            }
+            g->tape[k] = (int32_t)s;
+            light -= g->bytes[s];
+        }
     }
     g->output_start[k + 1] = at;
-    return ROTOR_OK;
+    g->is_plain = g->is_plain && g->workspace_bytes[k] >= 0 && g->tape[k] < 0;
+    return rotor_min(g->workspace_bytes[k], light) < -g->output_bytes[k] ? ROTOR_ERR_NEGATIVE_SIZE
+                                                                         : ROTOR_OK;
 }
 
 static void add_users(rotor_dataflow_t *g, int32_t *cursor) {
@@ -195,6 +215,7 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
         return ret;
     }
     rotor_dataflow_init(&g);
+    g.is_plain = true;
     if ((ret = dataflow_allocate(&g, arrays)) != ROTOR_OK) {
         goto out;
     }
@@ -206,7 +227,9 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
     for (int32_t s = 0; s < g.storage_count; s++) {
         g.bytes[s] = arrays->storage_bytes[s];
         g.pinned[s] = (uint8_t)arrays->pinned[s];
-        g.fixed[s] = arrays->fixed != NULL ? (uint8_t)arrays->fixed[s] : 0;
+        g.lazy[s] = arrays->lazy != NULL ? (uint8_t)arrays->lazy[s] : 0;
+        g.fixed[s] = g.lazy[s] || (arrays->fixed != NULL && arrays->fixed[s]);
+        g.is_plain = g.is_plain && g.pinned[s] != ROTOR_KEPT_FIRST;
         g.producer[s] = -1;
         g.total_bytes += g.bytes[s];
         scratch[s] = -1;
@@ -216,10 +239,11 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
     for (int32_t k = 0; k < g.operation_count; k++) {
         g.cost_ns[k] = arrays->cost_ns[k];
         g.workspace_bytes[k] = arrays->workspace_bytes[k];
+        g.light_bytes[k] = light_of(arrays, k);
         g.phase[k] = (uint8_t)arrays->phase[k];
         g.flags[k] = (uint8_t)(arrays->flags[k] | (g.phase[k] == ROTOR_PHASE_LOSS ? ROTOR_ONCE : 0));
         g.total_cost_ns += g.cost_ns[k];
-        workspace = rotor_max(workspace, g.workspace_bytes[k]);
+        workspace = rotor_max(workspace, rotor_max(g.workspace_bytes[k], g.light_bytes[k]));
         if ((ret = add_inputs(&g, arrays, k, scratch)) != ROTOR_OK ||
             (ret = add_outputs(&g, arrays, k)) != ROTOR_OK) {
             goto out;
@@ -363,8 +387,14 @@ static int by_transient_bytes(const void *one, const void *other) {
     return (a < b) - (a > b);
 }
 
+/* The least that a run needs beside its inputs and all its outputs: with its tape, or without. */
+static int64_t least_workspace(const rotor_dataflow_t *g, int32_t k) {
+    int64_t tape = g->tape[k] < 0 ? 0 : g->bytes[g->tape[k]];
+    return rotor_min(g->workspace_bytes[k], g->light_bytes[k] - tape);
+}
+
 static maker_t maker_of(const rotor_dataflow_t *g, int32_t k) {
-    maker_t maker = {.transient_bytes = g->workspace_bytes[k]};
+    maker_t maker = {.transient_bytes = least_workspace(g, k)};
     for (int32_t j = g->input_start[k]; j < g->input_start[k + 1]; j++) {
         maker.transient_bytes += g->pinned[g->inputs[j]] ? 0 : g->bytes[g->inputs[j]];
     }
@@ -428,7 +458,7 @@ int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes) {
         goto out;
     }
     for (int32_t k = self->operation_count - 1; k >= 0; k--) {
-        int64_t need = self->output_bytes[k] + self->workspace_bytes[k];
+        int64_t need = self->output_bytes[k] + least_workspace(self, k);
         for (int32_t j = self->input_start[k]; j < self->input_start[k + 1]; j++) {
             need += self->bytes[self->inputs[j]];
         }

@@ -39,6 +39,8 @@ void rotor_pricer_free(rotor_pricer_t *self) {
     rotor_free(self->runs);
     rotor_free(self->next);
     rotor_free(self->needed);
+    rotor_free(self->copied);
+    rotor_free(self->light);
     rotor_free(self->moves.begun);
     rotor_free(self->moves.finished);
     rotor_free(self->moves.unused);
@@ -78,15 +80,20 @@ static int program_reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, 
         self->made = rotor_malloc_array(m, sizeof(*self->made));
         self->last = rotor_malloc_array(m, sizeof(*self->last));
         self->needed = rotor_malloc_array(m, sizeof(*self->needed));
+        self->copied = rotor_malloc_array(m, sizeof(*self->copied));
         self->runs = rotor_malloc_array(n, sizeof(*self->runs));
         self->next = rotor_malloc_array(n, sizeof(*self->next));
         if (self->made == NULL || self->last == NULL || self->needed == NULL ||
-            self->runs == NULL || self->next == NULL) {
+            self->copied == NULL || self->runs == NULL || self->next == NULL) {
             ret = ROTOR_ERR_NO_MEMORY;
             goto out;
         }
     }
     ret = rotor_grow((void **)&self->ended, &self->capacity, length + 1, sizeof(*self->ended));
+    if (ret == ROTOR_OK) {
+        ret = rotor_grow((void **)&self->light, &self->light_capacity, length + 1,
+                         sizeof(*self->light));
+    }
     if (ret == ROTOR_OK && self->link != NULL) {
         ret = n + 2 * m <= INT32_MAX ? moves_reserve(&self->moves, m, length) : ROTOR_ERR_OVERFLOW;
     }
@@ -104,6 +111,10 @@ static int64_t made_bytes(const rotor_pricer_t *self, const rotor_dataflow_t *gr
 }
 
 static void end(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t s) {
+    if (graph->lazy[s] && self->last[s] == self->made[s]) {
+        self->light[self->made[s]] = 1;
+        return;
+    }
     self->ended[self->last[s]] += made_bytes(self, graph, s);
 }
 
@@ -115,15 +126,22 @@ static void trace_use(rotor_pricer_t *self, int32_t s, int32_t k) {
     }
 }
 
+/* True if the copy that was made last goes with its last use. */
+static bool goes(const rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t s) {
+    return !graph->pinned[s] || (graph->pinned[s] == ROTOR_KEPT_FIRST && self->copied[s]);
+}
+
 static void trace_making(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t s, int32_t k,
                          bool is_fetch) {
-    if (graph->pinned[s] && self->made[s] >= 0) {
+    bool is_copy = self->made[s] >= 0;
+    if (is_copy && graph->pinned[s] == ROTOR_KEPT) {
         self->ended[k] += graph->bytes[s];
         return;
     }
-    if (self->made[s] >= 0) {
+    if (is_copy && goes(self, graph, s)) {
         end(self, graph, s);
     }
+    self->copied[s] = is_copy;
     self->made[s] = k;
     self->last[s] = k;
     if (self->link != NULL) {
@@ -159,7 +177,9 @@ static void begin_trace(rotor_pricer_t *self, const rotor_dataflow_t *graph, int
     for (int32_t s = 0; s < graph->storage_count; s++) {
         self->made[s] = -1;
     }
+    memset(self->copied, 0, (size_t)graph->storage_count);
     memset(self->ended, 0, (size_t)length * sizeof(*self->ended));
+    memset(self->light, 0, (size_t)length);
     for (int32_t s = 0; self->link != NULL && s < graph->storage_count; s++) {
         self->moves.begun[s] = -1;
         self->moves.finished[s] = -1;
@@ -168,10 +188,14 @@ static void begin_trace(rotor_pricer_t *self, const rotor_dataflow_t *graph, int
     }
 }
 
-static int64_t added_bytes(const rotor_pricer_t *self, const rotor_dataflow_t *graph,
-                           int32_t item) {
+/* The bytes that the item at position k adds; a run's workspace goes with it. */
+static int64_t added_bytes(const rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t item,
+                           int64_t k, int64_t *workspace) {
+    *workspace = 0;
     if (rotor_item_is_run(graph, item)) {
-        return graph->output_bytes[item];
+        bool is_light = self->light[k];
+        *workspace = is_light ? graph->light_bytes[item] : graph->workspace_bytes[item];
+        return graph->output_bytes[item] - (is_light ? graph->bytes[graph->tape[item]] : 0);
     }
     return rotor_item_is_fetch(graph, item)
                ? graph->bytes[rotor_item_storage(graph, item)] + self->link->padding_bytes
@@ -246,15 +270,16 @@ static int finish_trace(rotor_pricer_t *self, const rotor_dataflow_t *graph, con
     int64_t highest = 0;
     int64_t time = 0;
     for (int32_t s = 0; s < graph->storage_count; s++) {
-        if (self->made[s] >= 0 && !graph->pinned[s]) {
+        if (self->made[s] >= 0 && goes(self, graph, s)) {
             end(self, graph, s);
         }
     }
     for (int64_t k = 0; k < length; k++) {
         int32_t item = ops[k];
         bool is_run = rotor_item_is_run(graph, item);
-        int64_t added = added_bytes(self, graph, item);
-        int64_t most = live + added + (is_run ? graph->workspace_bytes[item] : 0);
+        int64_t workspace;
+        int64_t added = added_bytes(self, graph, item, k, &workspace);
+        int64_t most = live + added + workspace;
         if (before != NULL) {
             before[k] = live;
         }
@@ -306,6 +331,7 @@ static int report(rotor_fault_t *fault, enum rotor_fault kind, int64_t position,
         [ROTOR_FAULT_NOT_WRITTEN] = ROTOR_ERR_NO_INPUT,
         [ROTOR_FAULT_UNUSED] = ROTOR_ERR_INCOMPLETE,
         [ROTOR_FAULT_HOST] = ROTOR_ERR_INFEASIBLE,
+        [ROTOR_FAULT_TAPE] = ROTOR_ERR_NO_TAPE,
     };
     if (fault != NULL) {
         *fault = (rotor_fault_t){
@@ -322,6 +348,19 @@ typedef struct {
     int32_t flagged; /* the last first run with a flag */
 } check_t;
 
+/* True unless s is a tape and something that the run that made it read was made again since. */
+static bool holds_inputs(const check_t *c, int32_t s) {
+    const rotor_dataflow_t *graph = c->graph;
+    const int32_t *made = c->pricer.made;
+    int32_t op = graph->producer[s];
+    for (int32_t j = graph->input_start[op]; graph->lazy[s] && j < graph->input_start[op + 1]; j++) {
+        if (made[graph->inputs[j]] > made[s]) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static enum rotor_fault check_run(const check_t *c, int32_t op, int32_t *storage,
                                   int64_t *position) {
     const rotor_dataflow_t *graph = c->graph;
@@ -336,9 +375,10 @@ static enum rotor_fault check_run(const check_t *c, int32_t op, int32_t *storage
         return ROTOR_FAULT_ORDER;
     }
     for (int32_t j = graph->input_start[op]; j < graph->input_start[op + 1]; j++) {
-        if (c->pricer.made[graph->inputs[j]] < 0) {
-            *storage = graph->inputs[j];
-            return ROTOR_FAULT_INPUT;
+        int32_t s = graph->inputs[j];
+        if (c->pricer.made[s] < 0 || !holds_inputs(c, s)) {
+            *storage = s;
+            return c->pricer.made[s] < 0 ? ROTOR_FAULT_INPUT : ROTOR_FAULT_TAPE;
         }
     }
     for (int32_t j = graph->output_start[op];
@@ -483,13 +523,13 @@ static void phase_ends(rotor_pricer_t *self, const rotor_dataflow_t *graph, cons
     }
 }
 
-/* True if the run of op at k makes something that a kept run reads. Pinned storages are live from
- * the first run on. */
+/* True if the run of op at k makes something that a kept run reads. Storages of ROTOR_KEPT are read
+ * as the first run made them. */
 static bool is_read(const rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t op,
                     bool is_first) {
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
         int32_t s = graph->outputs[j];
-        if (self->needed[s] && (is_first || !graph->pinned[s])) {
+        if (self->needed[s] && (is_first || graph->pinned[s] != ROTOR_KEPT)) {
             return true;
         }
     }

@@ -10,15 +10,17 @@
  *
  * The sequence determines which storages are live. A storage is live from its making to the last use before it
  * is made again; one that is not used goes right after its making; a pinned one stays from its first
- * making to the end, and what a later run makes of it goes right after that run. While an operation
- * runs, everything live before it, all its outputs and its workspace are in memory. The finish of an
+ * making to the end, and what a later run makes of it goes right after that run, or with its last use
+ * (ROTOR_KEPT_FIRST). While an operation runs, everything live before it, its outputs and its workspace
+ * are in memory; a tape that nothing reads is not made. The finish of an
  * offload is a use, the start of a fetch is a making. The speed of the link has no part in this.
  *
  * The tier holds a storage from the run whose result is written to the first use after its last fetch.
  *
  * A program is valid when
  *   - every operation runs at least once, those with ROTOR_ONCE exactly once;
- *   - the inputs of every run were made before it;
+ *   - the inputs of every run were made before it; and where one is a tape, what the run that made it read
+ *     was not made again since;
  *   - the first runs are in the order of phases: forward, loss, backward;
  *   - the first runs of the operations with a flag (once, random) are in the order of the graph;
  *   - only storages move that rotor_link_moves(), each is written once, after it was made, and fetched
@@ -78,7 +80,8 @@ enum rotor_fault {
     ROTOR_FAULT_WRITTEN,   /* a second finish of a storage: ROTOR_ERR_TWICE */
     ROTOR_FAULT_NOT_WRITTEN, /* a fetch before the finish: ROTOR_ERR_NO_INPUT */
     ROTOR_FAULT_UNUSED,      /* a fetch that nothing uses: ROTOR_ERR_INCOMPLETE */
-    ROTOR_FAULT_HOST         /* the tier holds too much: ROTOR_ERR_INFEASIBLE */
+    ROTOR_FAULT_HOST,        /* the tier holds too much: ROTOR_ERR_INFEASIBLE */
+    ROTOR_FAULT_TAPE         /* what a tape holds was made again: ROTOR_ERR_NO_TAPE */
 };
 
 typedef struct {
@@ -132,7 +135,10 @@ typedef struct {
     int32_t *runs;   /* per operation */
     int32_t *next;   /* per operation: its next run, looking backwards */
     uint8_t *needed; /* per storage, looking backwards */
+    uint8_t *copied; /* per storage: true once it is made again */
+    uint8_t *light;  /* per position: a run that does not make its tape */
     int64_t capacity;
+    int64_t light_capacity;
     rotor_moves_t moves;
 } rotor_pricer_t;
 

@@ -169,6 +169,7 @@ def _every_order(
     early: Sequence[EarlyBlock] = (),
 ) -> list[_Events]:
     """Return the events of a program in each of the orders to price."""
+    program.graph.require_plain("an account of blocks")
     return [
         _split_events(program, outliving, beside, known, second, early)
         for known, second in _variants(orders)

@@ -70,6 +70,7 @@ def cut(graph: Graph) -> Blocks:
     ValueError
         The graph has no loss, or nothing before it.
     """
+    graph.require_plain("cut()")
     ops = graph.operations
     forward = [k for k, op in enumerate(ops) if op.phase == "forward"]
     losses = [k for k, op in enumerate(ops) if op.phase == "loss"]

@@ -53,8 +53,9 @@ def offload_bound(
     ImportError
         SciPy is not installed; the message names the extra that brings it.
     ValueError
-        The graph has no backward operation, or an argument is out of range.
+        The graph is not plain or has no backward operation, or an argument is out of range.
     """
+    graph.require_plain("the bound")
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     if graph.operations[-1].phase != "backward":
         raise ValueError("the bound needs a graph with backward operations")

@@ -121,8 +121,10 @@ def contract(
     Raises
     ------
     ValueError
-        The groups are not all operations in order, or one has several phases.
+        The groups are not all operations in order, one has several phases, or the graph is not
+        plain.
     """
+    graph.require_plain("contract()")
     if [index for group in groups for index in group] != list(range(len(graph))):
         raise ValueError("the groups must be all operations of the graph, in order")
     home = {index: number for number, group in enumerate(groups) for index in group}

@@ -90,12 +90,13 @@ def checkmate(
     ImportError
         SciPy is not installed; the message names the extra that brings it.
     ValueError
-        More than 200 operations, or an argument is out of range.
+        More than 200 operations, a graph that is not plain, or an argument out of range.
 
     Notes
     -----
     SciPy gives no control over the number of threads: HiGHS runs its search on one.
     """
+    graph.require_plain("the exact solver")
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     if len(graph) > _MOST_OPERATIONS:
         raise ValueError(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,11 @@ from rotor.chain import check_header, read_json, write_json
 
 FORMAT = "rotor.graph"
 VERSION = 1
+VERSION_WITH_TAPES = 2
+Pinned = bool | Literal["first"]
+FIRST: Literal["first"] = "first"
 PHASES = ("forward", "loss", "backward")
-_LARGEST = 1 << 42
+LARGEST = 1 << 42
 _ONCE, _RANDOM = 1, 2
 
 
@@ -35,7 +37,8 @@ class Operation:
     inputs, outputs
         Numbers of the storages that it reads and makes.
     workspace_bytes
-        Bytes that it needs beside them while it runs.
+        Bytes that it needs beside them while it runs; negative, down to minus the bytes of its
+        outputs, where these come to be as inputs go.
     phase
         "forward", "loss" or "backward".
     random
@@ -46,6 +49,8 @@ class Operation:
         Path of the module that it belongs to.
     extra
         Further fields, kept in JSON.
+    light_bytes
+        Workspace of a run that does not make its lazy output; ``None``: `workspace_bytes`.
     """
 
     name: str
@@ -58,6 +63,15 @@ class Operation:
     once: bool = False
     module: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    light_bytes: int | None = None
+
+    @property
+    def workspaces(self) -> tuple[int, int]:
+        """Bytes of a run that makes all outputs, and of one without its lazy output."""
+        return (
+            self.workspace_bytes,
+            self.workspace_bytes if self.light_bytes is None else self.light_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +83,41 @@ class Storage:
     bytes
         Its size.
     pinned
-        True if it stays once it is made: outputs, gradients of parameters.
+        True if it stays once it is made: outputs, gradients of parameters. A copy that a later run
+        makes goes at once; with "first", with its last use.
     extra
         Further fields, kept in JSON.
     movable
-        False if it must not move to a second tier of memory. Pinned storages, empty ones and those
-        of the loss never do.
+        False if it must not move to a second tier of memory. Pinned storages, empty ones, lazy ones
+        and those of the loss never do.
+    lazy
+        True for the tape of an operation, what autograd keeps of a stage: a run makes it only where
+        something reads it before the next run. It holds the inputs of its making, so these must not
+        be made again before it is read.
     """
 
     bytes: int
-    pinned: bool = False
+    pinned: Pinned = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     movable: bool = True
+    lazy: bool = False
+
+    @property
+    def keeping(self) -> int:
+        """Number of the core for what stays: 0 no copy, 1 the first, 2 it and others in use."""
+        return 2 if self.pinned == FIRST else int(self.pinned)
 
 
-def _whole(what: str, value: Any, owner: object = "", largest: int = _LARGEST) -> int:
+def _whole(what: str, value: Any, owner: object = "", least: int = 0) -> int:
     """Return a whole number; the errors name it and its owner, which has a text only then."""
-    if type(value) is int and 0 <= value <= largest:
+    if type(value) is int and least <= value <= LARGEST:
         return value
     where = f"{what} {owner}".strip()
     number = value.item() if isinstance(value, np.generic) else value
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{where} must be a whole number, got {value!r}")
-    if not 0 <= number <= largest:
-        raise ValueError(f"{where} = {number}, expected 0 to {largest}")
+    if not least <= number <= LARGEST:
+        raise ValueError(f"{where} = {number}, expected {least} to {LARGEST}")
     return number
 
 
@@ -166,6 +191,8 @@ class Graph:
             raise ValueError("a graph needs at least one operation")
         for s, storage in enumerate(self.storages):
             _whole("bytes of storage", storage.bytes, s)
+            if storage.lazy and storage.pinned:
+                raise ValueError(f"storage {s} is lazy and pinned: a tape goes with its last use")
         makers: dict[int, int] = {}
         phase = 0
         for k, op in enumerate(self.operations):
@@ -181,7 +208,6 @@ class Graph:
                     f"{PHASES[before]!r}: expected forward, loss, backward in order"
                 )
             _whole("cost_ns of", op.cost_ns, where)
-            _whole("workspace_bytes of", op.workspace_bytes, where)
             for s in (*op.inputs, *op.outputs):
                 if _whole("a storage of", s, where) >= len(self.storages):
                     raise ValueError(f"{where} names storage {s}, there are {len(self.storages)}")
@@ -192,32 +218,58 @@ class Graph:
                 if s in makers:
                     raise ValueError(f"{where} makes storage {s}, which {makers[s]} made already")
                 makers[s] = k
+            self._check_workspaces(op, where)
         for s in range(len(self.storages)):
             if s not in makers:
                 raise ValueError(f"no operation makes storage {s}")
         self.producers: tuple[int, ...] = tuple(makers[s] for s in range(len(self.storages)))
 
+    def _check_workspaces(self, op: Operation, where: _Place) -> None:
+        outputs = [self.storages[s] for s in op.outputs]
+        tapes = [storage.bytes for storage in outputs if storage.lazy]
+        if len(tapes) > 1:
+            raise ValueError(f"{where} makes {len(tapes)} lazy storages, expected one at most")
+        most = sum(storage.bytes for storage in outputs)
+        full, light = op.workspaces
+        _whole("workspace_bytes of", full, where, -most)
+        _whole("light_bytes of", light, where, sum(tapes) - most)
+
+    @property
+    def is_plain(self) -> bool:
+        """False with lazy storages, negative workspaces, or storages pinned as "first"."""
+        return self.core.is_plain
+
+    def require_plain(self, what: str) -> None:
+        """Raise ValueError, which names what asks for it, for a graph that is not plain."""
+        if not self.is_plain:
+            raise ValueError(
+                f"{what} takes no graph with lazy storages, negative workspaces, or storages "
+                f'pinned as "{FIRST}"; rotor.graph.simulate does'
+            )
+
     def _build_core(self) -> _core.Dataflow:
         parts = (
-            _array(op.cost_ns for op in self.operations),
-            _array(op.workspace_bytes for op in self.operations),
-            *self._structure(),
-            _array(storage.bytes for storage in self.storages),
-            _array(int(storage.pinned) for storage in self.storages),
-            _array(int(not storage.movable) for storage in self.storages),
+            array_of(op.cost_ns for op in self.operations),
+            array_of(op.workspace_bytes for op in self.operations),
+            *self.structure(),
+            array_of(storage.bytes for storage in self.storages),
+            array_of(storage.keeping for storage in self.storages),
+            array_of(int(not storage.movable) for storage in self.storages),
+            array_of(int(storage.lazy) for storage in self.storages),
+            array_of(op.workspaces[1] for op in self.operations),
         )
         return _core.Dataflow(*parts)
 
-    def _structure(self) -> _Structure:
+    def structure(self) -> _Structure:
         """Return phases, flags, inputs and outputs of the operations, as the core takes them."""
         ops = self.operations
         return (
-            _array(PHASES.index(op.phase) for op in ops),
-            _array(_ONCE * bool(op.once) + _RANDOM * bool(op.random) for op in ops),
-            _array(np.cumsum([0, *(len(op.inputs) for op in ops)])),
-            _array(s for op in ops for s in op.inputs),
-            _array(np.cumsum([0, *(len(op.outputs) for op in ops)])),
-            _array(s for op in ops for s in op.outputs),
+            array_of(PHASES.index(op.phase) for op in ops),
+            array_of(_ONCE * bool(op.once) + _RANDOM * bool(op.random) for op in ops),
+            array_of(np.cumsum([0, *(len(op.inputs) for op in ops)])),
+            array_of(s for op in ops for s in op.inputs),
+            array_of(np.cumsum([0, *(len(op.outputs) for op in ops)])),
+            array_of(s for op in ops for s in op.outputs),
         )
 
     def __len__(self) -> int:
@@ -246,17 +298,18 @@ class Graph:
         return (Graph.from_dict, (self.to_dict(),))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the graph as plain data, for JSON."""
+        """Return the graph as plain data, for JSON; the version is 2 where it is not plain."""
         data: dict[str, Any] = {
             **self.extra,
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.is_plain else VERSION_WITH_TAPES,
             "storages": [
                 {
                     **s.extra,
                     "bytes": int(s.bytes),
-                    "pinned": bool(s.pinned),
+                    "pinned": s.pinned if s.pinned == FIRST else bool(s.pinned),
                     **({} if s.movable else {"movable": False}),
+                    **({"lazy": True} if s.lazy else {}),
                 }
                 for s in self.storages
             ],
@@ -266,6 +319,7 @@ class Graph:
                     "name": op.name,
                     "cost_ns": int(op.cost_ns),
                     "workspace_bytes": int(op.workspace_bytes),
+                    **({} if op.light_bytes is None else {"light_bytes": int(op.light_bytes)}),
                     "phase": op.phase,
                     "inputs": [int(s) for s in op.inputs],
                     "outputs": [int(s) for s in op.outputs],
@@ -287,7 +341,8 @@ class Graph:
         ValueError
             Another format or version; a field missing or wrong, an impossible graph.
         """
-        fields = check_header(data, FORMAT, VERSION)
+        is_second = isinstance(data, dict) and data.get("version") == VERSION_WITH_TAPES
+        fields = check_header(data, FORMAT, VERSION_WITH_TAPES if is_second else VERSION)
         storages = _objects("storages", fields.pop("storages", None))
         operations = _objects("ops", fields.pop("ops", None))
         name = fields.pop("name", "")
@@ -383,7 +438,13 @@ class Graph:
         """Return the graph in the format ``.g``; also written to `path` when one is given.
 
         Names, flags and the loss phase are not part of it: the loss becomes a forward operation.
+
+        Raises
+        ------
+        ValueError
+            The graph is not plain.
         """
+        self.require_plain("the format .g")
         lines = [f"{len(self)} {len(self.storages)}"]
         lines += [f"{s.bytes} {int(s.pinned)}" for s in self.storages]
         for op in self.operations:
@@ -396,100 +457,8 @@ class Graph:
         return text
 
 
-class Resizing:
-    """Source of graphs of the same operations on storages of other sizes, at other costs.
-
-    Parameters
-    ----------
-    graph
-        Graph to begin with; a program of it is one of every graph made here.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._structure = graph._structure()
-        self._pinned = _array(int(storage.pinned) for storage in graph.storages)
-        self._fixed = _array(int(not storage.movable) for storage in graph.storages)
-
-    def graph(
-        self,
-        storage_bytes: npt.NDArray[np.int64],
-        cost_ns: npt.NDArray[np.int64],
-        workspace_bytes: npt.NDArray[np.int64],
-    ) -> Graph:
-        """Return the graph of these sizes and costs, in a time that no check of it needs.
-
-        Parameters
-        ----------
-        storage_bytes
-            Size of each storage.
-        cost_ns, workspace_bytes
-            Time and workspace of each operation.
-
-        Raises
-        ------
-        ValueError
-            A number is missing, or out of range.
-        """
-        counts = (len(self._graph.storages), len(self._graph), len(self._graph))
-        for name, values, count in zip(
-            ("storage_bytes", "cost_ns", "workspace_bytes"),
-            (storage_bytes, cost_ns, workspace_bytes),
-            counts,
-            strict=True,
-        ):
-            if len(values) != count:
-                raise ValueError(f"{name} has {len(values)} entries, expected {count}")
-            if count and not 0 <= values.min() <= values.max() <= _LARGEST:
-                raise ValueError(f"{name} has numbers out of range, expected 0 to {_LARGEST}")
-        core = _core.Dataflow(
-            cost_ns, workspace_bytes, *self._structure, storage_bytes, self._pinned, self._fixed
-        )
-        return _Resized(self._graph, core, storage_bytes, cost_ns, workspace_bytes)
-
-
-class _Resized(Graph):
-    """Graph with the structure of another one; objects are made when they are asked for."""
-
-    def __init__(
-        self,
-        origin: Graph,
-        core: _core.Dataflow,
-        storage_bytes: npt.NDArray[np.int64],
-        cost_ns: npt.NDArray[np.int64],
-        workspace_bytes: npt.NDArray[np.int64],
-    ) -> None:
-        self.name, self.extra = origin.name, dict(origin.extra)
-        self.producers = origin.producers
-        self.core = core
-        self._origin = origin
-        self._sizes = storage_bytes
-        self._costs = (cost_ns, workspace_bytes)
-
-    def __len__(self) -> int:
-        return len(self._origin)
-
-    @property
-    def total_time(self) -> float:
-        return int(self._costs[0].sum()) / 1e9
-
-    @cached_property
-    def storages(self) -> tuple[Storage, ...]:  # type: ignore[override]
-        return tuple(
-            Storage(size, storage.pinned, movable=storage.movable)
-            for size, storage in zip(self._sizes.tolist(), self._origin.storages, strict=True)
-        )
-
-    @cached_property
-    def operations(self) -> tuple[Operation, ...]:  # type: ignore[override]
-        times, workspaces = (values.tolist() for values in self._costs)
-        return tuple(
-            replace(op, cost_ns=ns, workspace_bytes=workspace)
-            for op, ns, workspace in zip(self._origin.operations, times, workspaces, strict=True)
-        )
-
-
-def _array(values: Iterable[int]) -> npt.NDArray[np.int64]:
+def array_of(values: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Return whole numbers as the core takes them."""
     return np.array(list(values), dtype=np.int64)
 
 
@@ -505,7 +474,7 @@ def _parse_operation(name: str, number: int, words: list[str], index: int) -> Op
         cost = float(words[0])
     except ValueError:
         raise ValueError(f"{name}, line {number}: {words[0]!r} is no cost in ns") from None
-    if not 0 <= cost <= _LARGEST:
+    if not 0 <= cost <= LARGEST:
         raise ValueError(f"{name}, line {number}: a cost of {words[0]} ns is out of range")
     values = _integers(name, number, words[1:])
     count = values[2] if len(values) > 2 else -1
@@ -543,9 +512,12 @@ def _take(where: str, fields: dict[str, Any], name: str, kind: Any, default: Any
 def _storage(index: int, fields: dict[str, Any]) -> Storage:
     where = f"storage {index}"
     size = _take(where, fields, "bytes", int)
-    pinned = _take(where, fields, "pinned", bool, False)
+    pinned = fields.pop("pinned", False)
+    if pinned != FIRST and not isinstance(pinned, bool):
+        raise ValueError(f"{where}: 'pinned' is {pinned!r}, expected true, false or {FIRST!r}")
     movable = _take(where, fields, "movable", bool, True)
-    return Storage(size, pinned, fields, movable)
+    lazy = _take(where, fields, "lazy", bool, False)
+    return Storage(size, pinned, fields, movable, lazy)
 
 
 def _operation(index: int, fields: dict[str, Any]) -> Operation:
@@ -560,5 +532,6 @@ def _operation(index: int, fields: dict[str, Any]) -> Operation:
         random=_take(where, fields, "random", bool, False),
         once=_take(where, fields, "once", bool, False),
         module=_take(where, fields, "module", str, ""),
+        light_bytes=_take(where, fields, "light_bytes", int) if "light_bytes" in fields else None,
         extra=fields,
     )

@@ -132,8 +132,9 @@ def plan(
     InvalidSequenceError
         `start` is no program of this graph.
     ValueError, TypeError
-        An argument is not as described.
+        The graph is not plain (`Graph.is_plain`), or an argument is not as described.
     """
+    graph.require_plain("the planner")
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     runs, moves = _effort(effort, _EFFORTS)
     tier = _tier(link)
@@ -155,18 +156,19 @@ def plan(
 
 def _refusal(budget: int, minimum: int, least: Program) -> InfeasibleError:
     """Return the error for a budget below the least peak that was found, of a program."""
-    begin = f"no program was found within {exact_bytes(budget)}"
-    found = f"the least peak that was found is {exact_bytes(minimum)}"
-    give = f"give at least {minimum} bytes"
+    within, at_least = exact_bytes(budget), exact_bytes(minimum)
     if least.link is not None:
         return InfeasibleError(
-            f"{begin}, with the second tier or without; {found}: {give}, or a tier that holds more",
+            f"no program was found within {within}, with the second tier or without; the least "
+            f"peak that was found is {at_least}: give at least {minimum} bytes, or a tier that "
+            "holds more",
             minimum,
             peak=peak_of(least),
         )
     bound = lower_bound(least.graph)
     return InfeasibleError(
-        f"{begin}; {found}, and none can be below {exact_bytes(bound)}: {give}",
+        f"no program was found within {within}; the least peak that was found is {at_least}, and "
+        f"none can be below {exact_bytes(bound)}: give at least {minimum} bytes",
         minimum,
         bound,
         peak_of(least),
@@ -254,8 +256,9 @@ def curve(
     Raises
     ------
     ValueError, TypeError
-        An argument is not as described.
+        The graph is not plain (`Graph.is_plain`), or an argument is not as described.
     """
+    graph.require_plain("the planner")
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a whole number, got {points!r}")
     if not 1 <= points <= _MOST_POINTS:

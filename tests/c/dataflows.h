@@ -19,6 +19,9 @@ typedef struct {
     int64_t outputs[4 * MOST_OPS];
     int64_t bytes[MOST_STORAGES];
     int64_t pinned[MOST_STORAGES];
+    int64_t lazy[MOST_STORAGES];
+    int64_t light[MOST_OPS];
+    bool has_tapes; /* lazy and light count */
     int64_t count;
     int64_t storages;
 } drawing_t;
@@ -37,6 +40,8 @@ static inline rotor_dataflow_arrays_t arrays_of(const drawing_t *d) {
         .outputs = d->outputs,
         .storage_bytes = d->bytes,
         .pinned = d->pinned,
+        .lazy = d->has_tapes ? d->lazy : NULL,
+        .light_bytes = d->has_tapes ? d->light : NULL,
     };
 }
 

@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include "dataflows.h"
+#include "planner.h"
 #include "testing.h"
 
 static drawing_t drawing;
@@ -55,7 +56,28 @@ static void large_workspace(drawing_t *d) { d->workspace[1] = ROTOR_MAX_VALUE + 
 static void bad_phase(drawing_t *d) { d->phase[1] = 3; }
 static void early_phase(drawing_t *d) { d->phase[0] = 2; }
 static void bad_flag(drawing_t *d) { d->flags[1] = 4; }
-static void bad_pinned(drawing_t *d) { d->pinned[1] = 2; }
+static void bad_pinned(drawing_t *d) { d->pinned[1] = 3; }
+static void low_workspace(drawing_t *d) { d->workspace[1] = -51; }
+static drawing_t *set_tapes(drawing_t *d, int64_t lazy) {
+    d->has_tapes = true;
+    d->lazy[1] = lazy;
+    return d;
+}
+static void pinned_tape(drawing_t *d) { set_tapes(d, 1)->pinned[1] = 1; }
+static void bad_tape(drawing_t *d) { (void)set_tapes(d, 2); }
+static void low_light(drawing_t *d) { set_tapes(d, 1)->light[1] = -1; }
+static void large_light(drawing_t *d) {
+    d->has_tapes = true;
+    d->light[1] = ROTOR_MAX_VALUE + 1;
+}
+static void two_tapes(drawing_t *d) {
+    set_tapes(d, 1)->lazy[3] = 1;
+    d->outputs[2] = 3; /* b makes 1 and 3, c makes 2 */
+    d->outputs[3] = 2;
+    d->output_start[2] = 3;
+    d->output_start[3] = 4;
+    d->storages = 4;
+}
 static void unknown_input(drawing_t *d) { d->inputs[0] = 9; }
 static void unknown_output(drawing_t *d) { d->outputs[2] = -1; }
 static void late_input(drawing_t *d) { d->inputs[0] = 2; }
@@ -73,6 +95,12 @@ static void test_build_errors(void) {
     CHECK(build_with(early_phase) == ROTOR_ERR_BAD_OPERATION);
     CHECK(build_with(bad_flag) == ROTOR_ERR_BAD_OPERATION);
     CHECK(build_with(bad_pinned) == ROTOR_ERR_BAD_OPERATION);
+    CHECK(build_with(low_workspace) == ROTOR_ERR_NEGATIVE_SIZE);
+    CHECK(build_with(low_light) == ROTOR_ERR_NEGATIVE_SIZE);
+    CHECK(build_with(large_light) == ROTOR_ERR_TOO_LARGE);
+    CHECK(build_with(pinned_tape) == ROTOR_ERR_BAD_OPERATION);
+    CHECK(build_with(bad_tape) == ROTOR_ERR_BAD_OPERATION);
+    CHECK(build_with(two_tapes) == ROTOR_ERR_BAD_OPERATION);
     CHECK(build_with(unknown_input) == ROTOR_ERR_BAD_OPERATION);
     CHECK(build_with(unknown_output) == ROTOR_ERR_BAD_OPERATION);
     CHECK(build_with(late_input) == ROTOR_ERR_NO_INPUT);
@@ -110,6 +138,49 @@ static void test_pinned(void) {
     build(&graph);
     CHECK(rotor_program_simulate(&graph, NULL, ops, 6, &cost, before, peak, NULL) == ROTOR_OK);
     CHECK(before[3] == 10 && before[5] == 60 && peak[5] == 70);
+    rotor_dataflow_free(&graph);
+}
+
+/* a (100, and a tape of 40) -> b, read by c with the tape: a run without it has another workspace. */
+static void draw_tape(void) {
+    draw_three();
+    drawing.has_tapes = true;
+    drawing.lazy[3] = 1;
+    drawing.bytes[3] = 40;
+    drawing.light[0] = 5;
+    drawing.light[1] = 30;
+    drawing.workspace[0] = 9;
+    drawing.workspace[2] = -10;
+    drawing.light[2] = -10;
+    drawing.storages = 4;
+    memcpy(drawing.outputs, (int64_t[]){0, 3, 1, 2}, 4 * sizeof(int64_t));
+    memcpy(drawing.output_start, (int64_t[]){0, 2, 3, 4}, 4 * sizeof(int64_t));
+    memcpy(drawing.inputs, (int64_t[]){0, 1, 3}, 3 * sizeof(int64_t));
+    memcpy(drawing.input_start, (int64_t[]){0, 0, 1, 3}, 4 * sizeof(int64_t));
+}
+
+static void test_tape(void) {
+    static const int32_t ops[] = {0, 1, 0, 2};
+    static const int64_t expected_before[] = {0, 100, 50, 90};
+    static const int64_t expected_peak[] = {105, 180, 199, 90};
+    rotor_planner_options_t options = {.moves = 1};
+    rotor_program_t program;
+    rotor_dataflow_t graph;
+    rotor_cost_t cost;
+    int64_t before[4];
+    int64_t peak[4];
+    int64_t bound = 0;
+    int64_t minimum = 0;
+    draw_tape();
+    build(&graph);
+    CHECK(!graph.is_plain && graph.tape[0] == 3 && graph.tape[1] == -1 && graph.fixed[3] == 1);
+    CHECK(rotor_program_simulate(&graph, NULL, ops, 4, &cost, before, peak, NULL) == ROTOR_OK);
+    CHECK(memcmp(before, expected_before, sizeof(before)) == 0);
+    CHECK(memcmp(peak, expected_peak, sizeof(peak)) == 0);
+    CHECK(rotor_dataflow_lower_bound(&graph, &bound) == ROTOR_OK && bound == 180);
+    rotor_program_init(&program);
+    CHECK(rotor_planner_plan(&graph, 1000, &options, NULL, &program, &cost, &minimum) ==
+          ROTOR_ERR_BAD_OPERATION);
     rotor_dataflow_free(&graph);
 }
 
@@ -218,6 +289,7 @@ static const test_case_t cases[] = {
     {"build_errors", test_build_errors},
     {"simulate", test_simulate},
     {"pinned", test_pinned},
+    {"tape", test_tape},
     {"faults", test_faults},
     {"prune", test_prune},
     {"out_of_memory", test_out_of_memory},

@@ -16,8 +16,9 @@ def runs_once(op: Operation) -> bool:
 
 def fault(graph: Graph, ops: Sequence[int]) -> tuple[str, int] | None:
     """What is wrong first, and where; None for a valid program."""
-    made: set[int] = set()
+    made: dict[int, int] = {}
     seen: set[int] = set()
+    makers = {s: op for op in graph.operations for s in op.outputs}
     for position, number in enumerate(ops):
         if not 0 <= number < len(graph):
             return "number", position
@@ -33,10 +34,17 @@ def fault(graph: Graph, ops: Sequence[int]) -> tuple[str, int] | None:
             ]
             if (runs_once(op) or op.random) and any(other > number for other in flagged):
                 return "order", position
-        if any(storage not in made for storage in op.inputs):
-            return "input", position
+        for storage in op.inputs:
+            if storage not in made:
+                return "input", position
+            held = makers[storage].inputs if graph.storages[storage].lazy else ()
+            if any(made[other] > made[storage] for other in held):
+                return "tape", position
         seen.add(number)
-        made.update(op.outputs)
+        for storage in op.outputs:
+            # What is pinned is read as it was made first.
+            if storage not in made or graph.storages[storage].pinned is not True:
+                made[storage] = position
     return None if len(seen) == len(graph) else ("every", len(ops))
 
 
@@ -48,10 +56,13 @@ def lifetimes(graph: Graph, ops: Sequence[int]) -> list[tuple[int, int, int]]:
         uses = [k for k, number in enumerate(ops) if storage in graph.operations[number].inputs]
         for index, begin in enumerate(makes):
             until = makes[index + 1] if index + 1 < len(makes) else len(ops)
-            if item.pinned:
-                end = len(ops) if index == 0 else begin
-            else:
-                end = max([begin, *(use for use in uses if begin < use < until)])
+            end = max([begin, *(use for use in uses if begin < use <= until)])
+            if item.lazy and end == begin:
+                continue
+            if item.pinned and index == 0:
+                end = len(ops)
+            elif item.pinned is True:
+                end = begin
             found.append((storage, begin, end))
     return found
 
@@ -61,12 +72,14 @@ def price(graph: Graph, ops: Sequence[int]) -> tuple[int, list[int], list[int]]:
     spans = lifetimes(graph, ops)
     sizes = [storage.bytes for storage in graph.storages]
     before = [sum(sizes[s] for s, begin, end in spans if begin < k <= end) for k in range(len(ops))]
-    peaks = [
-        before[k]
-        + sum(sizes[s] for s in graph.operations[number].outputs)
-        + graph.operations[number].workspace_bytes
-        for k, number in enumerate(ops)
-    ]
+    made = {(s, begin) for s, begin, _ in spans}
+    peaks = []
+    for k, number in enumerate(ops):
+        op = graph.operations[number]
+        outputs = [s for s in op.outputs if (s, k) in made]
+        is_light = len(outputs) < len(op.outputs) and op.light_bytes is not None
+        workspace = op.light_bytes if is_light else op.workspace_bytes
+        peaks.append(before[k] + sum(sizes[s] for s in outputs) + workspace)
     return sum(graph.operations[number].cost_ns for number in ops), before, peaks
 
 

@@ -34,9 +34,10 @@ from rotor.engines.graph.symbols import Sizes, at
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.blocks import EarlyBlock
-from rotor.graph.graph import Graph, Resizing
+from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
+from rotor.graph.resizing import Resizing
 from rotor.tier.offload import Offload
 
 __all__ = ["ShapeStep", "Shapes", "SymbolicGraph", "Values"]

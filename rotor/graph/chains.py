@@ -1,0 +1,144 @@
+"""Chains as graphs: each stage is a forward with a lazy tape, and a backward. Needs no PyTorch.
+
+The forwards Fn, Fck and Fe of a sequence are runs of one operation: which of them a run is follows
+from what is read later. The input of the chain exists before the step and is no storage: the peak
+of a chain is that of its graph's program and ``x_bytes[0]``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rotor.algorithms.sequence import Sequence
+from rotor.chain import Chain
+from rotor.graph.graph import FIRST, Graph, Operation, Pinned, Storage
+from rotor.graph.program import Program
+
+__all__ = ["graph_of_chain", "program_of_sequence", "sequence_of_program"]
+
+_NS = 1_000_000_000
+
+
+def graph_of_chain(chain: Chain) -> Graph:
+    """Return the graph of a chain of n stages, whose programs cost what its sequences cost.
+
+    Operations 0 to n - 1 are the forwards, n is the loss, and 2 n - i is the backward of stage i. A
+    forward makes the output and, lazily, the rest of what its backward keeps; the backward reads
+    both, which then come from the same run.
+
+    Parameters
+    ----------
+    chain
+        Chain in which each output is part of what its stage keeps.
+
+    Returns
+    -------
+    Graph
+        Its storages are no ones for a second tier: autograd holds a tape and its inputs.
+
+    Raises
+    ------
+    ValueError
+        ``xbar_bytes`` of a stage is below ``x_bytes`` of its output.
+    """
+    n, storages = len(chain), list[Storage]()
+    for i in range(n):
+        if chain.xbar_bytes[i] < chain.x_bytes[i + 1]:
+            raise ValueError(
+                f"stage {i} keeps xbar_bytes = {chain.xbar_bytes[i]}, expected at least the "
+                f"{chain.x_bytes[i + 1]} bytes of its output"
+            )
+
+    names = chain.names or [f"stage {i}" for i in range(n)]
+
+    def made(size: int, pinned: Pinned = False, *, lazy: bool = False) -> int:
+        storages.append(Storage(size, pinned, movable=False, lazy=lazy))
+        return len(storages) - 1
+
+    x = [made(size) for size in chain.x_bytes[1:n]]
+    x.append(made(chain.x_bytes[n], FIRST if chain.hold_output else False))
+    rest = [made(chain.xbar_bytes[i] - chain.x_bytes[i + 1], lazy=True) for i in range(n)]
+    grad = [made(size) for size in chain.grad_bytes]
+    pgrad = [made(size, pinned=True) for size in chain.pgrad_bytes]
+    operations = [
+        Operation(
+            names[i],
+            round(chain.forward_time[i] * _NS),
+            tuple(x[i - 1 : i]) if i else (),
+            (x[i], rest[i]),
+            chain.forward_tmp_bytes[i],
+            light_bytes=chain.forward_nograd_tmp_bytes[i],
+            once=bool(chain.once[i]),
+        )
+        for i in range(n)
+    ]
+    operations.append(Operation("loss", 0, (x[-1],), (grad[n],), chain.loss_tmp_bytes, "loss"))
+    operations += [
+        Operation(
+            names[i],
+            round(chain.backward_time[i] * _NS),
+            (rest[i], *x[max(0, i - 1) : i + 1], grad[i + 1]),
+            (grad[i], pgrad[i]),
+            chain.backward_tmp_bytes[i] - chain.pgrad_bytes[i],
+            "backward",
+            once=True,
+        )
+        for i in reversed(range(n))
+    ]
+    return Graph(storages, None, operations, name="chain")
+
+
+def program_of_sequence(sequence: Sequence, graph: Graph) -> Program:
+    """Return the program of a chain's sequence.
+
+    Parameters
+    ----------
+    sequence
+        Schedule of the chain.
+    graph
+        What `graph_of_chain` returned for that chain.
+
+    Raises
+    ------
+    InvalidSequenceError
+        A stage runs again while a later backward reads what its consumer keeps of an earlier run,
+        which no algorithm asks for.
+    """
+    n = len(graph) // 2
+    numbers = [2 * n - i if kind == 4 else i for kind, i in sequence.codes.tolist()]
+    return Program(graph, np.array(numbers, dtype=np.int32))
+
+
+def sequence_of_program(program: Program, chain: Chain) -> Sequence:
+    """Return the sequence of a program of a chain's graph.
+
+    Parameters
+    ----------
+    program
+        Valid program of the graph of `chain`.
+    chain
+        Chain that prices the sequence.
+
+    Returns
+    -------
+    Sequence
+        Fe where the backward reads the tape of a run, Fck where a later run reads its input, and Fn
+        for other forwards.
+    """
+    n, codes = len(chain), list[tuple[int, int]]()
+    has_tape, is_kept = [False] * n, [False] * n
+    for number in reversed(program.ops.tolist()):
+        i = number if number <= n else 2 * n - number
+        if number >= n:
+            codes.append((3 if number == n else 4, i))
+        else:
+            codes.append((2 if has_tape[i] else 1 if is_kept[i] else 0, i))
+            has_tape[i] = False
+        if number < n and i + 1 < n:
+            is_kept[i + 1] = False
+        if number != n:
+            is_kept[i] = True
+            has_tape[i] |= number > n
+            if number > n and i + 1 < n:
+                is_kept[i + 1] = True
+    return Sequence(np.array(codes[::-1], dtype=np.int32), chain)
