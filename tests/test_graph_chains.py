@@ -12,7 +12,18 @@ from rotor import algorithms
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError, InvalidSequenceError
-from rotor.graph import Graph, Operation, Storage, lower_bound, plan, simulate
+from rotor.graph import (
+    Graph,
+    Link,
+    Operation,
+    Storage,
+    checkmate,
+    curve,
+    lower_bound,
+    offload_bound,
+    plan,
+    simulate,
+)
 from rotor.graph.chains import graph_of_chain, program_of_sequence, sequence_of_program
 
 
@@ -59,6 +70,52 @@ def test_programs_of_long_chains_cost_what_sequences_cost():
     chain = realistic_chain(rng, 40)
     for sequence in schedules(rng, chain):
         assert_same(chain, sequence)
+
+
+def shares(chain):
+    """Budgets from the least of persistent schedules to no recomputation, and their sequences."""
+    solver = algorithms.Persistent()
+    most = next(algorithms.NoCheckpoint().candidates(chain)).peak_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        solver.solve(chain, 1)
+    least = caught.value.minimum_bytes
+    for share in (0.0, 0.15, 0.4, 0.7):
+        budget = int(least + share * (most - least))
+        yield budget - chain.x_bytes[0], solver.solve(chain, budget)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_of_chains(seed):
+    rng = random.Random(seed)
+    for chain in [random_chain(rng, 5, 12) for _ in range(4)] + [realistic_chain(rng, 16)]:
+        if any(chain.once):
+            continue
+        graph = graph_of_chain(chain)
+        for budget, sequence in shares(chain):
+            start = program_of_sequence(sequence, graph)
+            found = plan(graph, budget, effort="fast", start=start)
+            assert found.peak_bytes <= budget
+            assert found.time_ns <= start.time_ns
+            again = sequence_of_program(found, chain)
+            assert again.peak_bytes == found.peak_bytes + chain.x_bytes[0]
+
+
+def test_plans_without_a_start():
+    chain = realistic_chain(random.Random(0), 16)
+    graph = graph_of_chain(chain)
+    for most, (budget, sequence) in zip((1.2, 1.02, 1.02, 1.02), shares(chain), strict=True):
+        found = plan(graph, budget, effort="fast")
+        assert found.peak_bytes <= budget
+        assert found.makespan <= most * sequence.makespan
+        sequence_of_program(found, chain)
+
+
+def test_curves_of_chains():
+    chain = realistic_chain(random.Random(0), 12)
+    found = curve(graph_of_chain(chain), 8, effort="fast")
+    assert len(found.programs) > 4
+    for program in found.programs:
+        sequence_of_program(program, chain)
 
 
 def small(**fields):
@@ -134,8 +191,15 @@ def test_impossible_tapes(storages, fields, message):
 
 
 def test_what_takes_plain_graphs_alone_says_so():
-    graph = graph_of_chain(small())
-    for call in (lambda: plan(graph, 100), graph.to_g):
+    graph, link = graph_of_chain(small()), Link(1e9, 1e9)
+    calls = [
+        lambda: plan(graph, 100, link=link),
+        lambda: curve(graph, link=link),
+        lambda: checkmate(graph, 100),
+        lambda: offload_bound(graph, 100, link),
+        graph.to_g,
+    ]
+    for call in calls:
         with pytest.raises(ValueError, match="takes no graph with lazy storages"):
             call()
 

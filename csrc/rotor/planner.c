@@ -29,8 +29,8 @@ int rotor_planner_plan(const rotor_dataflow_t *graph, int64_t budget,
                        const rotor_planner_options_t *options, const rotor_callback_t *callback,
                        rotor_program_t *program, rotor_cost_t *cost, int64_t *minimum) {
     rotor_planner_t planner;
-    if (budget <= 0 || !graph->is_plain) {
-        return budget <= 0 ? ROTOR_ERR_BAD_BUDGET : ROTOR_ERR_BAD_OPERATION;
+    if (budget <= 0) {
+        return ROTOR_ERR_BAD_BUDGET;
     }
     int ret = rotor_planner_begin(&planner, graph, options->seed, options->time_limit_ns, callback);
     planner.stop.step = 1;

@@ -28,8 +28,7 @@ typedef struct {
  * The best program found within a budget. ROTOR_ERR_INFEASIBLE when none is, which follows from bytes
  * alone: `program` is then the one of the least peak, and *minimum that peak: no smaller budget is
  * accepted, and every larger one is. ROTOR_ERR_BAD_BUDGET for a budget
- * that is not positive; ROTOR_ERR_BAD_OPERATION for a graph that is not plain; ROTOR_ERR_INTERRUPTED
- * when the callback stops the work.
+ * that is not positive; ROTOR_ERR_INTERRUPTED when the callback stops the work.
  */
 int rotor_planner_plan(const rotor_dataflow_t *graph, int64_t budget,
                        const rotor_planner_options_t *options, const rotor_callback_t *callback,

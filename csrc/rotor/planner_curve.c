@@ -97,8 +97,8 @@ int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
                         rotor_program_t *programs, rotor_cost_t *costs, int64_t *count,
                         rotor_program_t *lowest, int64_t *least) {
     curve_t c;
-    if (points < 1 || !graph->is_plain) {
-        return points < 1 ? ROTOR_ERR_BAD_LENGTH : ROTOR_ERR_BAD_OPERATION;
+    if (points < 1) {
+        return ROTOR_ERR_BAD_LENGTH;
     }
     memset(&c, 0, sizeof(c));
     c.points = points;

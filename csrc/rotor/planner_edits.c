@@ -273,7 +273,7 @@ static bool may_move(const rotor_slots_t *p, int32_t s, int32_t made, int32_t w,
         int32_t t = g->outputs[j];
         const rotor_events_t *events = &p->events[t];
         int32_t at = rotor_events_below(events, made) + 1;
-        bool is_later_pinned = g->pinned[t] && at > 1;
+        bool is_later_pinned = g->pinned[t] == ROTOR_KEPT && at > 1;
         if (is_later_pinned || at >= events->count) {
             *freed += g->pinned[t] && at == 1 ? p->size[t] : 0;
             continue;
@@ -314,17 +314,47 @@ static void inputs_of(const rotor_slots_t *p, int32_t op, int32_t w, int32_t cei
     }
 }
 
+/* The tape that is live over w and holds s, which then cannot go alone; -1 for none. */
+static int32_t holder_of(const rotor_slots_t *p, int32_t s, int32_t w) {
+    const rotor_dataflow_t *g = p->graph;
+    for (int32_t u = g->user_start[s]; !g->is_plain && u < g->user_start[s + 1]; u++) {
+        int32_t tape = g->tape[g->users[u]];
+        const rotor_events_t *events = tape < 0 ? NULL : &p->events[tape];
+        int32_t at = tape < 0 ? 0 : rotor_events_below(events, w);
+        if (at > 0 && at < events->count && !rotor_slots_makes(p, tape, at)) {
+            return tape;
+        }
+    }
+    return -1;
+}
+
+/* The bytes that go over w with a tape: its own, and those of what it alone holds. */
+static int32_t tape_size(const rotor_slots_t *p, int32_t s) {
+    const rotor_dataflow_t *g = p->graph;
+    int32_t op = g->producer[s];
+    int32_t size = p->size[s];
+    for (int32_t j = g->input_start[op]; g->lazy[s] && j < g->input_start[op + 1]; j++) {
+        size += g->pinned[g->inputs[j]] ? 0 : p->size[g->inputs[j]];
+    }
+    return size;
+}
+
 bool rotor_edits_judge(const rotor_edits_t *q, int32_t s, int32_t w, int32_t overflow,
                   rotor_edit_choice_t *choice) {
     const rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;
+    int32_t holder = holder_of(p, s, w);
+    if (holder >= 0) {
+        return p->size[s] > 0 && !g->pinned[s] && rotor_edits_judge(q, holder, w, overflow, choice);
+    }
     const rotor_events_t *events = &p->events[s];
     int32_t op = g->producer[s];
     int32_t at = rotor_events_below(events, w);
+    int32_t size = tape_size(p, s);
     int64_t cost = 0;
     int64_t kept = 0;
     int64_t freed = 0;
-    if (at == 0 || p->size[s] == 0 || rotor_dataflow_once(g, op) ||
+    if (at == 0 || size == 0 || rotor_dataflow_once(g, op) ||
         (at < events->count && events->slots[at] == w)) {
         return false;
     }
@@ -352,7 +382,7 @@ bool rotor_edits_judge(const rotor_edits_t *q, int32_t s, int32_t w, int32_t ove
     *choice =
         (rotor_edit_choice_t){.storage = s,
                           .ceiling = events->slots[at],
-                          .score = (double)(cost + 1) / (double)rotor_min(p->size[s], overflow)};
+                          .score = (double)(cost + 1) / (double)rotor_min(size, overflow)};
     return true;
 }
 

@@ -18,6 +18,7 @@ bool rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
         .cost_power = powers[k % count][2],
         .slack = k / count == 1 ? 1.04 : 1.0,
         .neighbourhood = 1000,
+        .keeps_tapes = k % 2 == 1,
     };
     return true;
 }
@@ -34,6 +35,7 @@ void rotor_setting_random(rotor_random_t *random, rotor_setting_t *setting) {
         .is_reversed = rotor_random_below(random, 2) == 0,
         .is_loose = rotor_random_below(random, 4) == 0,
     };
+    setting->keeps_tapes = setting->distance_power > 0.75;
 }
 
 void rotor_greedy_init(rotor_greedy_t *self) { memset(self, 0, sizeof(*self)); }
@@ -59,6 +61,7 @@ void rotor_greedy_free(rotor_greedy_t *self) {
     rotor_free(self->stack);
     rotor_free(self->frames);
     rotor_free(self->frame_locks);
+    rotor_free(self->wants_tape);
     rotor_free(self->visited);
     rotor_greedy_init(self);
     self->tier.link = link;
@@ -85,13 +88,14 @@ static int greedy_allocate(rotor_greedy_t *g) {
     g->stack = rotor_malloc_array(m + n, sizeof(*g->stack));
     g->frames = rotor_malloc_array(n + 1, sizeof(*g->frames));
     g->frame_locks = rotor_malloc_array(n + 1, sizeof(*g->frame_locks));
+    g->wants_tape = rotor_malloc_array(n + 1, sizeof(*g->wants_tape));
     g->visited = rotor_malloc_array(n + 1, sizeof(*g->visited));
     return g->positions == NULL || g->uses == NULL || g->cursor == NULL || g->next_use == NULL ||
                    g->size_score == NULL || g->cost_log == NULL || g->distance_log == NULL ||
                    g->log_table == NULL || g->is_live == NULL || g->is_clean == NULL ||
                    g->is_kept == NULL || g->locks == NULL ||
                    g->live == NULL || g->slot == NULL || g->stamp == NULL || g->stack == NULL ||
-                   g->frames == NULL || g->frame_locks == NULL || g->visited == NULL
+                   g->frames == NULL || g->frame_locks == NULL || g->wants_tape == NULL || g->visited == NULL
                ? ROTOR_ERR_NO_MEMORY
                : ROTOR_OK;
 }
@@ -241,6 +245,20 @@ static void greedy_keep(rotor_greedy_t *g, int32_t s) {
     }
 }
 
+static void greedy_release(rotor_greedy_t *g, int32_t s);
+
+/* A tape holds what its run read, or does not any more. */
+static void hold_inputs(rotor_greedy_t *g, int32_t s, int32_t change) {
+    const rotor_dataflow_t *graph = g->graph;
+    int32_t op = graph->producer[s];
+    for (int32_t j = graph->input_start[op]; graph->lazy[s] && j < graph->input_start[op + 1]; j++) {
+        g->locks[graph->inputs[j]] += change;
+        if (change < 0) {
+            greedy_release(g, graph->inputs[j]);
+        }
+    }
+}
+
 static void take_out(rotor_greedy_t *g, int32_t s) {
     leave_candidates(g, s);
     g->is_live[s] = 0;
@@ -251,6 +269,7 @@ static void take_out(rotor_greedy_t *g, int32_t s) {
         g->tier.is_padded[s] = 0;
     }
     invalidate(g, s);
+    hold_inputs(g, s, -1);
 }
 
 static void put_in(rotor_greedy_t *g, int32_t s) {
@@ -262,11 +281,12 @@ static void put_in(rotor_greedy_t *g, int32_t s) {
         g->tier.made_ns[s] = g->tier.clock_ns;
     }
     bool may_go = !g->is_kept[s] || rotor_greedy_tier_moves(&g->tier, s);
-    if (may_go && !g->graph->pinned[s] && g->graph->bytes[s] > 0) {
+    if (may_go && !g->graph->pinned[s] && (g->graph->bytes[s] > 0 || g->graph->lazy[s])) {
         g->slot[s] = g->live_count;
         g->live[g->live_count++] = s;
     }
     invalidate(g, s);
+    hold_inputs(g, s, 1);
 }
 
 static int32_t next_use(rotor_greedy_t *g, int32_t s) {
@@ -377,7 +397,8 @@ static bool let_go(rotor_greedy_t *g, int32_t s) {
 
 /* Drops a storage that nothing will read. */
 static void greedy_release(rotor_greedy_t *g, int32_t s) {
-    if (!g->is_live[s] || g->locks[s] > 0 || g->graph->pinned[s] || g->graph->bytes[s] == 0 ||
+    bool is_empty = g->graph->bytes[s] == 0 && !g->graph->lazy[s];
+    if (!g->is_live[s] || g->locks[s] > 0 || g->graph->pinned[s] || is_empty ||
         next_use(g, s) < g->graph->operation_count) {
         return;
     }
@@ -389,23 +410,59 @@ static void greedy_release(rotor_greedy_t *g, int32_t s) {
     }
 }
 
-static void run(rotor_greedy_t *g, int32_t op, bool is_planned) {
+/* The bytes that a run of op needs, with its tape or without. */
+static int64_t needed_bytes(const rotor_greedy_t *g, int32_t op, bool is_light) {
     const rotor_dataflow_t *graph = g->graph;
-    int64_t needed = graph->workspace_bytes[op];
+    int64_t needed = is_light ? graph->light_bytes[op] : graph->workspace_bytes[op];
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
         int32_t s = graph->outputs[j];
         /* An output that is live already is made again: its old copy goes first. */
-        needed += g->is_live[s] && !graph->pinned[s] ? 0 : graph->bytes[s];
+        bool is_replaced = g->is_live[s] && !graph->pinned[s];
+        needed += is_replaced || (is_light && graph->lazy[s]) ? 0 : graph->bytes[s];
     }
-    greedy_make_room(g, needed);
+    return needed;
+}
+
+/* True if the run of op does not make its tape: it need not, and the tape would take another's room. */
+static bool runs_light(const rotor_greedy_t *g, int32_t op, bool is_planned, bool wants_tape) {
+    int32_t s = g->graph->tape[op];
+    return s >= 0 && !g->is_live[s] && !g->is_kept[s] && !wants_tape &&
+           (!is_planned || (!g->setting->keeps_tapes &&
+                            g->live_bytes + needed_bytes(g, op, false) > g->limit));
+}
+
+/* True if a run of op replaces a copy that a tape of another one holds. */
+static bool takes_held(const rotor_greedy_t *g, int32_t op) {
+    const rotor_dataflow_t *graph = g->graph;
+    for (int32_t j = graph->output_start[op]; !graph->is_plain && j < graph->output_start[op + 1];
+         j++) {
+        int32_t s = graph->outputs[j];
+        for (int32_t u = graph->user_start[s]; g->is_live[s] && u < graph->user_start[s + 1]; u++) {
+            int32_t tape = graph->tape[graph->users[u]];
+            if (tape >= 0 && g->is_live[tape] && graph->pinned[s] != ROTOR_KEPT) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static void run(rotor_greedy_t *g, int32_t op, bool is_planned, bool wants_tape) {
+    const rotor_dataflow_t *graph = g->graph;
+    bool is_light = runs_light(g, op, is_planned, wants_tape);
+    greedy_make_room(g, needed_bytes(g, op, is_light));
+    if (takes_held(g, op)) {
+        g->status = ROTOR_ERR_INFEASIBLE;
+    }
     append_item(g, op);
     if (is_planned) {
         g->now++;
     }
     g->tier.clock_ns += graph->cost_ns[op];
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
-        if (!g->is_live[graph->outputs[j]]) {
-            put_in(g, graph->outputs[j]);
+        int32_t s = graph->outputs[j];
+        if (!g->is_live[s] && !(is_light && graph->lazy[s])) {
+            put_in(g, s);
         }
     }
     for (int32_t j = graph->input_start[op]; j < graph->input_start[op + 1]; j++) {
@@ -432,12 +489,13 @@ static void lock_inputs(rotor_greedy_t *g, int32_t depth, uint64_t which) {
     g->frame_locks[depth] |= which;
 }
 
-static void greedy_push_frame(rotor_greedy_t *g, int32_t depth, int32_t op) {
+static void greedy_push_frame(rotor_greedy_t *g, int32_t depth, int32_t op, bool wants_tape) {
     const rotor_dataflow_t *graph = g->graph;
     bool locks_all = !g->setting->is_loose ||
                      graph->input_start[op + 1] - graph->input_start[op] > 64;
     g->frames[depth] = op;
     g->frame_locks[depth] = 0;
+    g->wants_tape[depth] = wants_tape;
     if (locks_all) {
         lock_inputs(g, depth, UINT64_MAX);
     }
@@ -467,6 +525,16 @@ static void greedy_fetch(rotor_greedy_t *g, int32_t s) {
     g->live_bytes += g->tier.link->padding_bytes;
 }
 
+/* The bytes that evicting s may free: a tape lets what it holds go. */
+static int64_t freed_bytes(const rotor_dataflow_t *graph, int32_t s) {
+    int64_t bytes = graph->bytes[s];
+    int32_t op = graph->producer[s];
+    for (int32_t j = graph->input_start[op]; graph->lazy[s] && j < graph->input_start[op + 1]; j++) {
+        bytes += graph->bytes[graph->inputs[j]];
+    }
+    return bytes;
+}
+
 static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
                          rotor_random_t *random) {
     const rotor_dataflow_t *graph = g->graph;
@@ -486,7 +554,7 @@ static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_
         g->cursor[s] = graph->user_start[s];
         g->next_use[s] = -1;
         g->size_score[s] =
-            (float)(setting->size_power * log((double)graph->bytes[s] + 1.0) + noise);
+            (float)(setting->size_power * log((double)freed_bytes(graph, s) + 1.0) + noise);
         g->is_kept[s] = rotor_dataflow_once(graph, graph->producer[s]);
         g->slot[s] = -1;
     }
@@ -506,7 +574,7 @@ int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_
     self->status = ROTOR_OK;
     for (int32_t k = 0; k < self->graph->operation_count; k++) {
         int32_t depth = 0;
-        greedy_push_frame(self, 0, self->order[k]);
+        greedy_push_frame(self, 0, self->order[k], false);
         while (depth >= 0) {
             int32_t op = self->frames[depth];
             int32_t missing = missing_input(self, op);
@@ -516,13 +584,13 @@ int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_
                 int32_t s = self->graph->inputs[missing];
                 lock_inputs(self, depth, UINT64_C(1) << (bit & 63)); /* once it is live */
                 if (!rotor_greedy_tier_is_away(&self->tier, s)) {
-                    greedy_push_frame(self, ++depth, self->graph->producer[s]);
+                    greedy_push_frame(self, ++depth, self->graph->producer[s], self->graph->lazy[s]);
                     continue;
                 }
                 greedy_fetch(self, s);
             } else {
                 lock_inputs(self, depth, UINT64_MAX);
-                run(self, op, depth == 0);
+                run(self, op, depth == 0, self->wants_tape[depth]);
                 depth--;
             }
             int ret = self->status;

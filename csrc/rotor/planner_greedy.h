@@ -23,6 +23,7 @@ typedef struct {
     bool keeps_unused;     /* what has no further use stays until its memory is needed */
     bool is_reversed;      /* evicted inputs are remade last first */
     bool is_loose;         /* live inputs may be evicted while others are remade */
+    bool keeps_tapes;      /* a planned run makes its tape where others have to go for it */
 } rotor_setting_t;
 
 typedef struct {
@@ -51,6 +52,7 @@ typedef struct {
     int32_t *stack;        /* of operations or storages */
     int32_t *frames;       /* operations that are being prepared */
     uint64_t *frame_locks; /* which of their inputs they have locked */
+    uint8_t *wants_tape;   /* of a frame: its tape is what was missing */
     int32_t *visited;      /* operations met by one visit */
     int64_t live_bytes;
     int64_t limit;

@@ -236,7 +236,7 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
     rotor_random_init(&c.random, options->seed);
     alone.time_limit_ns = options->time_limit_ns / 2 + (options->time_limit_ns > 0);
     alone.start = has_actions(graph, options->start) ? NULL : options->start;
-    int ret = rotor_link_check(link);
+    int ret = graph->is_plain ? rotor_link_check(link) : ROTOR_ERR_BAD_OPERATION;
     rotor_callback_t rest = {.keep_going = part_goes_on, .context = &c};
     c.stop = (rotor_stop_t){
         .callback = &rest,

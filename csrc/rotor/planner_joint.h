@@ -13,7 +13,7 @@
 /*
  * As rotor_planner_plan(), with a link; the start may use it. ROTOR_ERR_INFEASIBLE when no program is
  * found, by either way, which follows from bytes alone: `program` is then the one of the least peak of
- * both, and *minimum that peak.
+ * both, and *minimum that peak. ROTOR_ERR_BAD_OPERATION for a graph that is not plain.
  */
 int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, int64_t budget,
                      const rotor_planner_options_t *options, const rotor_callback_t *callback,

@@ -96,7 +96,7 @@ int rotor_joint_curve(const rotor_dataflow_t *graph, const rotor_link_t *link, i
     rotor_program_init(&lowest);
     rotor_joint_search_init(&c.search, graph, link, options->seed);
     alone.time_limit_ns = options->time_limit_ns / 2 + (options->time_limit_ns > 0);
-    int ret = rotor_link_check(link);
+    int ret = graph->is_plain ? rotor_link_check(link) : ROTOR_ERR_BAD_OPERATION;
     if (ret != ROTOR_OK || (ret = rotor_planner_curve(graph, points, &alone, &part, programs,
                                                       costs, &c.alone, &lowest, least)) != ROTOR_OK) {
         goto out;

@@ -7,6 +7,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "planner_spans.h"
+
 #define MOST_REPAIRS 24 /* evictions of one move */
 #define ATTEMPTS 8      /* of bringing a program below the budget */
 #define HEAT 0.3        /* of the mean time of an operation, at first */
@@ -96,7 +98,8 @@ static int move_evict(rotor_search_t *q) {
 static int try_move(rotor_search_t *q) {
     rotor_edits_begin(&q->edits);
     q->edits.noise = rotor_random_below(&q->edits.random, 3) == 0 ? 0.2 : 0.9;
-    return rotor_random_below(&q->edits.random, 2) == 0 ? move_delete(q) : move_evict(q);
+    int ret = rotor_random_below(&q->edits.random, 2) == 0 ? move_delete(q) : move_evict(q);
+    return ret == ROTOR_OK && !rotor_spans_tapes_hold(&q->edits.slots) ? ROTOR_ERR_INFEASIBLE : ret;
 }
 
 static int keep_best(rotor_search_t *q, rotor_program_t *program, int64_t *best_ns) {
@@ -120,6 +123,7 @@ static int repair_all(rotor_search_t *q, rotor_stop_t *stop) {
         rotor_edits_begin(&q->edits);
         q->edits.noise = k % 2 == 0 ? 0.2 : 0.9;
         ret = search_repair(q, 2 * p->graph->operation_count);
+        ret = ret == ROTOR_OK && !rotor_spans_tapes_hold(p) ? ROTOR_ERR_INFEASIBLE : ret;
         int seen = rotor_stop_look(stop, p->levels.work - before);
         ret = seen == ROTOR_OK ? ret : seen;
     }

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "planner_spans.h"
 #include "vector.h"
 
 #define BLOCK ROTOR_BLOCK
@@ -32,6 +33,7 @@ void rotor_slots_free(rotor_slots_t *self) {
     rotor_free(self->events);
     rotor_free(self->size);
     rotor_free(self->workspace);
+    rotor_free(self->tape_more);
     rotor_free(self->op_at);
     rotor_levels_free(&self->levels);
     moving_free(&self->moving);
@@ -108,6 +110,10 @@ static int moving_reset(rotor_slots_t *p) {
     return rotor_levels_reset(&moving->host, p->block_count);
 }
 
+static int32_t units_of(const rotor_slots_t *p, int64_t bytes) {
+    return (int32_t)((bytes + (bytes > 0 ? p->unit - 1 : 0)) / p->unit); /* up, also from below zero */
+}
+
 static int allocate_graph(rotor_slots_t *p, const rotor_dataflow_t *graph) {
     int64_t n = graph->operation_count;
     int64_t m = graph->storage_count;
@@ -118,19 +124,23 @@ static int allocate_graph(rotor_slots_t *p, const rotor_dataflow_t *graph) {
     }
     p->size = rotor_malloc_array(m, sizeof(*p->size));
     p->workspace = rotor_malloc_array(n, sizeof(*p->workspace));
+    p->tape_more = rotor_malloc_array(n, sizeof(*p->tape_more));
     p->events = rotor_calloc((size_t)m, sizeof(*p->events));
     p->runs = rotor_malloc_array(n, sizeof(*p->runs));
     p->repeated = rotor_malloc_array(n, sizeof(*p->repeated));
     p->repeated_at = rotor_malloc_array(n, sizeof(*p->repeated_at));
-    if (p->size == NULL || p->workspace == NULL || p->events == NULL || p->runs == NULL ||
+    if (p->size == NULL || p->workspace == NULL || p->tape_more == NULL || p->events == NULL ||
+        p->runs == NULL ||
         p->repeated == NULL || p->repeated_at == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
     for (int64_t s = 0; s < m; s++) {
-        p->size[s] = (int32_t)((graph->bytes[s] + p->unit - 1) / p->unit);
+        p->size[s] = units_of(p, graph->bytes[s]);
     }
     for (int64_t k = 0; k < n; k++) {
-        p->workspace[k] = (int32_t)((graph->workspace_bytes[k] + p->unit - 1) / p->unit);
+        bool has_tape = graph->tape[k] >= 0;
+        p->workspace[k] = units_of(p, has_tape ? graph->light_bytes[k] : graph->workspace_bytes[k]);
+        p->tape_more[k] = units_of(p, graph->workspace_bytes[k]) - p->workspace[k];
     }
     return ROTOR_OK;
 }
@@ -185,60 +195,6 @@ static void delete_event(rotor_events_t *events, int32_t at) {
             (size_t)(events->count - at) * sizeof(*events->slots));
 }
 
-/* The size of a storage from event `at` on, as the making at or before it left it. */
-static int32_t span_size(const rotor_slots_t *p, int32_t s, int32_t at) {
-    const rotor_events_t *events = &p->events[s];
-    if (p->link == NULL || p->moving.actions[s] == 0) {
-        return p->size[s];
-    }
-    while (at >= 0 && !rotor_slots_makes(p, s, at)) {
-        at--;
-    }
-    bool is_fetch = at >= 0 && rotor_item_is_fetch(p->graph, p->op_at[events->slots[at]]);
-    return p->size[s] + (is_fetch ? p->moving.padding : 0);
-}
-
-/* The last use after event `at`, a making, and before the next one; its own slot where there is none. */
-static int32_t last_use(const rotor_slots_t *p, int32_t s, int32_t at) {
-    const rotor_events_t *events = &p->events[s];
-    while (at + 1 < events->count && !rotor_slots_makes(p, s, at + 1)) {
-        at++;
-    }
-    return events->slots[at];
-}
-
-/* The change of the level by event `at` of s, a reading or a making; times `sign`. */
-static void apply_use(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
-    const rotor_events_t *events = &p->events[s];
-    bool is_inside = at + 1 < events->count && !rotor_slots_makes(p, s, at + 1);
-    if (!p->graph->pinned[s] && !is_inside) {
-        rotor_levels_raise(&p->levels, events->slots[at - 1] + 1, events->slots[at],
-                           sign * span_size(p, s, at - 1));
-    }
-}
-
-static void apply_make(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
-    const rotor_events_t *events = &p->events[s];
-    int32_t slot = events->slots[at];
-    int32_t size = span_size(p, s, at);
-    if (p->graph->pinned[s]) {
-        if (at > 0) {
-            rotor_levels_raise(&p->levels, slot, slot, sign * size);
-        } else if (events->count > 1) {
-            rotor_levels_raise(&p->levels, slot, events->slots[1] - 1, sign * size);
-            rotor_levels_raise(&p->levels, events->slots[1], events->slots[1], sign * size);
-        } else {
-            rotor_levels_raise(&p->levels, slot, p->slot_count - 1, sign * size);
-        }
-    } else if (at + 1 < events->count && !rotor_slots_makes(p, s, at + 1)) {
-        int32_t before = span_size(p, s, at - 1);
-        rotor_levels_raise(&p->levels, events->slots[at - 1] + 1, slot - 1, -sign * before);
-        rotor_levels_raise(&p->levels, slot, last_use(p, s, at), sign * (size - before));
-    } else {
-        rotor_levels_raise(&p->levels, slot, slot, sign * size);
-    }
-}
-
 static void tag(rotor_slots_t *p, int32_t slot, int32_t sign) {
     rotor_moving_t *moving = &p->moving;
     uint64_t bit = UINT64_C(1) << (slot % BLOCK);
@@ -282,15 +238,6 @@ static void mark_moves(rotor_slots_t *p, int32_t s, int32_t sign) {
     }
 }
 
-/* Where event `at` of s was put, or will be taken: uses and makings are told from what is there. */
-static void apply_event(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
-    if (rotor_slots_makes(p, s, at)) {
-        apply_make(p, s, at, sign);
-    } else {
-        apply_use(p, s, at, sign);
-    }
-}
-
 static void put_event(rotor_slots_t *p, int32_t s, int32_t slot, int32_t actions) {
     int32_t at = rotor_events_below(&p->events[s], slot);
     mark_moves(p, s, -1);
@@ -298,14 +245,14 @@ static void put_event(rotor_slots_t *p, int32_t s, int32_t slot, int32_t actions
         count_actions(&p->moving, s, actions);
     }
     insert_event(&p->events[s], at, slot);
-    apply_event(p, s, at, 1);
+    rotor_spans_apply(p, s, at, 1);
     mark_moves(p, s, 1);
 }
 
 static void take_event(rotor_slots_t *p, int32_t s, int32_t slot, int32_t actions) {
     int32_t at = rotor_events_below(&p->events[s], slot);
     mark_moves(p, s, -1);
-    apply_event(p, s, at, -1);
+    rotor_spans_apply(p, s, at, -1);
     delete_event(&p->events[s], at);
     if (actions != 0) {
         count_actions(&p->moving, s, -actions);
@@ -486,8 +433,7 @@ bool rotor_slots_useless(const rotor_slots_t *self, int32_t slot) {
     for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
         int32_t s = g->outputs[j];
         int32_t at = rotor_events_below(&self->events[s], slot);
-        bool is_read = at + 1 < self->events[s].count && !rotor_slots_makes(self, s, at + 1);
-        if (is_read && !(g->pinned[s] && at > 0)) {
+        if (rotor_slots_read_after(self, s, at) && !(g->pinned[s] == ROTOR_KEPT && at > 0)) {
             return false;
         }
     }

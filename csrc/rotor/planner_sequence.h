@@ -7,6 +7,8 @@
  * is never above that of the run before. Sizes are in units that keep all sums within int32, rounded
  * up, the budget rounded down.
  *
+ * A run whose tape is not read before the next one has it not, and the workspace of a run without it.
+ *
  * With a link, items may be actions of a second tier: uses and makings like others. `tagged` has the slots
  * where the clocks have more to do than to add the time of a run: actions, runs whose result is
  * written, the first uses of what is fetched. A storage has at most one finish.
@@ -57,7 +59,8 @@ typedef struct {
     /* state */
     int64_t unit;
     int32_t *size;      /* of storages, units */
-    int32_t *workspace; /* of operations, units */
+    int32_t *workspace; /* of operations, units; without the tape */
+    int32_t *tape_more; /* what the workspace of a run with its tape has more, units */
     int32_t slot_count;
     int32_t slot_capacity;
     int32_t *op_at; /* by slot, -1: empty */
@@ -131,6 +134,11 @@ static inline int32_t rotor_events_below(const rotor_events_t *self, int32_t slo
 static inline bool rotor_slots_makes(const rotor_slots_t *self, int32_t s, int32_t k) {
     int32_t item = self->op_at[self->events[s].slots[k]];
     return item == self->graph->producer[s] || item == rotor_item_fetch(self->graph, s);
+}
+
+/* True if event k of storage s is followed by a reading of what is there. */
+static inline bool rotor_slots_read_after(const rotor_slots_t *self, int32_t s, int32_t k) {
+    return k + 1 < self->events[s].count && !rotor_slots_makes(self, s, k + 1);
 }
 
 #endif

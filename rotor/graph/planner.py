@@ -132,9 +132,10 @@ def plan(
     InvalidSequenceError
         `start` is no program of this graph.
     ValueError, TypeError
-        The graph is not plain (`Graph.is_plain`), or an argument is not as described.
+        An argument is not as described; a graph that is not plain (`Graph.is_plain`) has a link.
     """
-    graph.require_plain("the planner")
+    if link is not None:
+        graph.require_plain("a plan with a second tier")
     budget = parse_bytes(budget_bytes, name="budget_bytes")
     runs, moves = _effort(effort, _EFFORTS)
     tier = _tier(link)
@@ -256,9 +257,10 @@ def curve(
     Raises
     ------
     ValueError, TypeError
-        The graph is not plain (`Graph.is_plain`), or an argument is not as described.
+        An argument is not as described; a graph that is not plain (`Graph.is_plain`) has a link.
     """
-    graph.require_plain("the planner")
+    if link is not None:
+        graph.require_plain("a curve with a second tier")
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a whole number, got {points!r}")
     if not 1 <= points <= _MOST_POINTS:

@@ -86,4 +86,34 @@ static inline void draw_training(drawing_t *d, int64_t layers, uint64_t seed) {
     }
 }
 
+/* Appends a storage to the inputs or outputs of operation k. */
+static inline void append_to(int64_t *start, int64_t *items, int64_t count, int64_t k, int64_t s) {
+    memmove(items + start[k + 1] + 1, items + start[k + 1],
+            (size_t)(start[count] - start[k + 1]) * sizeof(*items));
+    items[start[k + 1]] = s;
+    for (int64_t j = k + 1; j <= count; j++) {
+        start[j]++;
+    }
+}
+
+/* The same network, in which layers have tapes that their backwards read; the output is held. */
+static inline void draw_tapes(drawing_t *d, int64_t layers, uint64_t seed) {
+    draw_training(d, layers, seed);
+    d->has_tapes = true;
+    memcpy(d->light, d->workspace, sizeof(d->light));
+    for (int64_t k = 0; k < layers; k++) {
+        int64_t tape = d->storages++;
+        d->bytes[tape] = 70 * (k % 4);
+        d->lazy[tape] = 1;
+        d->light[k] = k % 3 == 0 ? 90 : -(d->bytes[k] / 2);
+        append_to(d->output_start, d->outputs, d->count, k, tape);
+        append_to(d->input_start, d->inputs, d->count, 3 * layers - 2 * k, tape);
+    }
+    d->pinned[layers - 1] = 2;
+    for (int64_t k = layers + 1; k < d->count; k += 2) {
+        d->workspace[k] = d->light[k] = -15;
+        d->flags[k + 1] = ROTOR_ONCE;
+    }
+}
+
 #endif

@@ -3,12 +3,18 @@
 #include "dataflows.h"
 #include "planner_pool.h"
 #include "planner_sequence_check.h"
+#include "planner_spans.h"
 #include "testing.h"
 
 static drawing_t drawing;
+static bool with_tapes;
 
 static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
-    draw_training(&drawing, layers, seed);
+    if (with_tapes) {
+        draw_tapes(&drawing, layers, seed);
+    } else {
+        draw_training(&drawing, layers, seed);
+    }
     rotor_dataflow_arrays_t arrays = arrays_of(&drawing);
     rotor_dataflow_init(graph);
     CHECK(rotor_dataflow_build(graph, &arrays) == ROTOR_OK);
@@ -98,8 +104,14 @@ static int64_t level_of(const rotor_slots_t *slots, int32_t slot) {
             for (int32_t j = k + 1; j < events->count && !rotor_slots_makes(slots, s, j); j++) {
                 end = events->slots[j];
             }
-            end = g->pinned[s] ? (k == 0 ? slots->slot_count : events->slots[k]) : end;
+            if (g->lazy[s] && end == events->slots[k]) {
+                continue;
+            }
+            end = g->pinned[s] && k == 0           ? slots->slot_count
+                  : g->pinned[s] == ROTOR_KEPT ? events->slots[k]
+                                               : end;
             level += events->slots[k] <= slot && slot <= end ? slots->size[s] : 0;
+            level += g->lazy[s] && slot == events->slots[k] ? slots->tape_more[g->producer[s]] : 0;
         }
     }
     int32_t op = slots->op_at[slot];
@@ -153,8 +165,15 @@ static void test_slots(void) {
                 CHECK(rotor_slots_add(&slots, slot, op) == ROTOR_OK);
             }
             CHECK(rotor_slots_store(&slots, &other) == ROTOR_OK);
-            CHECK(rotor_program_simulate(&graph, NULL, other.ops, other.length, &cost, NULL, NULL,
-                                         NULL) == ROTOR_OK);
+            int ret = rotor_program_simulate(&graph, NULL, other.ops, other.length, &cost, NULL,
+                                             NULL, NULL);
+            CHECK(rotor_spans_tapes_hold(&slots) == (ret != ROTOR_ERR_NO_TAPE));
+            if (ret == ROTOR_ERR_NO_TAPE) {
+                CHECK(with_tapes);
+                rotor_slots_undo(&slots, slots.change_count - 1);
+                continue;
+            }
+            CHECK(ret == ROTOR_OK);
             CHECK(cost.time_ns == slots.time_ns);
             CHECK(cost.peak_bytes == rotor_levels_most(&slots.levels, NULL));
             CHECK(rotor_slots_check(&slots) == NULL);
@@ -296,10 +315,18 @@ static void test_out_of_memory(void) {
     rotor_dataflow_free(&graph);
 }
 
+static void test_tapes(void) {
+    with_tapes = true;
+    test_plans_are_valid_and_fit();
+    test_slots();
+    with_tapes = false;
+}
+
 static const test_case_t cases[] = {
     {"plans_are_valid_and_fit", test_plans_are_valid_and_fit},
     {"a_start_is_repaired", test_a_start_is_repaired},
     {"slots", test_slots},
+    {"tapes", test_tapes},
     {"curve", test_curve},
     {"interrupted", test_interrupted},
     {"out_of_memory", test_out_of_memory},

@@ -1,7 +1,6 @@
 #include "program.h"
 
 #include "dataflows.h"
-#include "planner.h"
 #include "testing.h"
 
 static drawing_t drawing;
@@ -163,14 +162,11 @@ static void test_tape(void) {
     static const int32_t ops[] = {0, 1, 0, 2};
     static const int64_t expected_before[] = {0, 100, 50, 90};
     static const int64_t expected_peak[] = {105, 180, 199, 90};
-    rotor_planner_options_t options = {.moves = 1};
-    rotor_program_t program;
     rotor_dataflow_t graph;
     rotor_cost_t cost;
     int64_t before[4];
     int64_t peak[4];
     int64_t bound = 0;
-    int64_t minimum = 0;
     draw_tape();
     build(&graph);
     CHECK(!graph.is_plain && graph.tape[0] == 3 && graph.tape[1] == -1 && graph.fixed[3] == 1);
@@ -178,9 +174,6 @@ static void test_tape(void) {
     CHECK(memcmp(before, expected_before, sizeof(before)) == 0);
     CHECK(memcmp(peak, expected_peak, sizeof(peak)) == 0);
     CHECK(rotor_dataflow_lower_bound(&graph, &bound) == ROTOR_OK && bound == 180);
-    rotor_program_init(&program);
-    CHECK(rotor_planner_plan(&graph, 1000, &options, NULL, &program, &cost, &minimum) ==
-          ROTOR_ERR_BAD_OPERATION);
     rotor_dataflow_free(&graph);
 }
 
