@@ -109,6 +109,7 @@ def test_programs_are_exchanged_between_steps_and_nothing_else_changes(limit, po
     assert "final" in chk.report()
 
 
+@pytest.mark.slow
 def test_the_last_program_is_as_good_as_one_planned_before(limit):
     chk = wrapped(limit)
     stepped(chk)
@@ -122,6 +123,7 @@ def test_the_last_program_is_as_good_as_one_planned_before(limit):
     assert chk.plan.makespan <= before.plan.makespan * 1.003
 
 
+@pytest.mark.slow
 def test_waiting_has_an_end(limit, poor_start):
     chk = wrapped(limit)
     assert chk.wait_for_planning()
@@ -270,6 +272,7 @@ def test_stopped_work_has_no_result_and_an_error_comes_out():
         failing.result()
 
 
+@pytest.mark.slow
 def test_planning_before_is_searched_at_once_and_repeats(limit, monkeypatch):
     def programs():
         chk = wrapped(limit, planning="before", seed=3)
@@ -287,6 +290,7 @@ def test_planning_before_is_searched_at_once_and_repeats(limit, monkeypatch):
         wrapped(limit, planning="later")
 
 
+@pytest.mark.slow
 def test_explicit_planning_is_searched_at_once(limit):
     torch.manual_seed(0)
     chk = rotor.Checkpointable(Mixed(), rows(), limit, engine="graph")

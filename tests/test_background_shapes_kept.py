@@ -65,6 +65,7 @@ def test_a_second_run_searches_for_no_shape(searched: list[Any]) -> None:
     assert not searched
 
 
+@pytest.mark.slow
 def test_a_run_of_other_lengths_first_searches_for_no_shape(searched: list[Any]) -> None:
     assert all(train())
     searched.clear()
@@ -72,6 +73,7 @@ def test_a_run_of_other_lengths_first_searches_for_no_shape(searched: list[Any])
     assert not searched
 
 
+@pytest.mark.slow
 def test_plans_made_before_a_step_depend_on_the_seed_alone(searched: list[Any]) -> None:
     train()
     searched.clear()
@@ -79,6 +81,7 @@ def test_plans_made_before_a_step_depend_on_the_seed_alone(searched: list[Any]) 
     assert searched
 
 
+@pytest.mark.slow
 def test_incomplete_programs_are_not_run(searched: list[Any], folder: Path) -> None:
     train()
     first = len(searched)

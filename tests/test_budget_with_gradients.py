@@ -82,6 +82,7 @@ class Normed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [rotor.Rockmate, rotor.PureRotor])
 @pytest.mark.parametrize("model, x", [(Normed, (256, 64)), (WideHead, (256, 32))])
 def test_what_is_expected_stays_within_an_accepted_budget_once_gradients_exist(kind, model, x):

@@ -25,6 +25,7 @@ def folder(tmp_path, monkeypatch) -> None:
         yield
 
 
+@pytest.mark.slow
 def test_a_second_tier_holds_no_smaller_batch(capsys, tmp_path):
     given = ("wide.py:chain", "--input", "64,32", "--limit", "200 KB", "--effort", "fast")
     given += ("--max-batch", 512, "--engine", "graph")

@@ -47,6 +47,7 @@ def without_code(text: str) -> str:
 
 
 FRAMEWORKS = {"hugging-face": "accelerate", "lightning": "lightning"}
+LONG = ("docs/hugging-face.md",)  # Three frameworks' loops.
 WITH_CODE = [page for page in PAGES if FENCE.search(page.read_text(encoding="utf-8"))]
 
 
@@ -55,7 +56,13 @@ def test_the_main_pages_have_code():
     assert {"README.md", "docs/getting-started.md", "docs/algorithms/index.md"} <= names
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] * (name_of(page) in LONG))
+        for page in WITH_CODE
+    ],
+)
 def test_code_runs(page, tmp_path, monkeypatch):
     """All Python blocks of a page, one after the other in one namespace."""
     monkeypatch.chdir(tmp_path)

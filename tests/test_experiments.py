@@ -96,6 +96,7 @@ def test_pareto_writes_data_summary_and_figures(logs, tmp_path):
                     assert 1 <= point["least"] <= point["slowdown"] <= point["most"]
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_bytes(logs, tmp_path):
     config = pareto(logs)
     sweeps.run(config, tmp_path / "a", formats=EVERY)

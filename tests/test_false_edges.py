@@ -276,6 +276,7 @@ def test_frozen_convolutions_keep_no_input():
     assert edges_of(chk) == 4
 
 
+@pytest.mark.slow
 def test_bound_of_a_unet_falls(monkeypatch):
     def bound():
         torch.manual_seed(0)

@@ -104,6 +104,7 @@ def test_steps_run_within_the_limit_and_the_model_is_restored():
         cost_of_lengths(model, torch.ones(3), lengths, limit)
 
 
+@pytest.mark.slow
 def test_the_command_ends_and_tells_both(tmp_path, capsys):
     path = tmp_path / "gpt_model.py"
     path.write_text(MODEL)

@@ -84,6 +84,7 @@ def test_a_search_at_the_largest_shape_serves_the_others(poor_start: None) -> No
     assert any(plan.planning.improved for plan in chk.plans.values())
 
 
+@pytest.mark.slow
 def test_waiting_ends_the_searches_of_all_shapes(poor_start: None) -> None:
     _, chk, limit = trained()
     search_begun(chk)
@@ -99,6 +100,7 @@ def test_waiting_ends_the_searches_of_all_shapes(poor_start: None) -> None:
     assert plan.predicted_bytes <= limit
 
 
+@pytest.mark.slow
 def test_nothing_is_searched_later_with_planning_before(poor_start: None) -> None:
     _, chk, _ = trained(planning="before")
     executor: Stepped = stepped(chk)

@@ -81,6 +81,7 @@ def test_parts_share_a_capture_and_programs(captured: list[Any]) -> None:
     assert [kind.is_carried for kind in kinds] == [False, True, True, True, False]
 
 
+@pytest.mark.slow
 def test_parts_search_at_their_own_shape_before_they_refuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,6 +113,7 @@ def test_parts_search_at_their_own_shape_before_they_refuse(
     assert not chk.plan.parts.sites[0].kind.is_carried
 
 
+@pytest.mark.slow
 def test_a_part_of_a_constant_size_is_captured_for_each(captured: list[Any]) -> None:
     class Fixed(Cut):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,6 +129,7 @@ def test_a_part_of_a_constant_size_is_captured_for_each(captured: list[Any]) -> 
     assert all(isinstance(kind, Kind) for kind in kinds)
 
 
+@pytest.mark.slow
 def test_gradients_of_parts_accumulate_over_shapes() -> None:
     torch.manual_seed(0)
     model = Cut()

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from rotor.commands.main import main
 
 
+@pytest.mark.slow
 def test_every_model_is_held(sim, tmp_path, capsys):
     sim.set_capacity(2 << 30)
     sim.set_poison(0)

@@ -82,6 +82,7 @@ def on_a_full_device(sim, model, batches, limit):
     return Reserved(sim, model, batches, inside=True)
 
 
+@pytest.mark.slow
 def test_early_blocks_hold_a_limit_without_recomputation(sim):
     """Hold 2 MiB less than the blocks with their holes, on a device that has no more."""
     _, model, batches, limit = next(closing_holes(sim))
@@ -138,6 +139,7 @@ def test_verified_steps_and_recomputation(sim):
     assert seen
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_and_other_shapes(sim):
     """Give the plain bits in steps that add to gradients, and for another length."""
     _, model, batches, limit = next(closing_holes(sim))

@@ -48,6 +48,7 @@ def check(found, names):
         assert found[rank] == {name: [] for name in names}
 
 
+@pytest.mark.slow
 def test_sharded_models(tmp_path):
     """Train where plain sharded training ends in OutOfMemoryError, bit-equal to it."""
     check(found_by(SCENARIOS, tmp_path), SCENARIOS)

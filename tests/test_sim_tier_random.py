@@ -21,6 +21,7 @@ def check(sim, seed: int, programs: int) -> int:
     return fetches
 
 
+@pytest.mark.slow
 def test_a_dozen_programs(sim):
     assert check(sim, 0, 12) > 50
 

@@ -227,6 +227,7 @@ def test_waits_that_are_longer_than_planned_are_planned_for(subject):
     assert chk.plan.predicted_bytes <= chk.plan.limit_bytes
 
 
+@pytest.mark.slow
 def test_the_largest_batch_with_a_tier(tmp_path):
     """A tier makes room for a larger batch, whose peak is measured."""
     torch.manual_seed(0)

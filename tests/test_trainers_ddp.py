@@ -288,6 +288,7 @@ def found(tmp_path_factory):
         return run_processes(__file__, tmp_path_factory.mktemp("trainers"), SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(PROCESSES))
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_trainers_under_ddp(found, scenario, rank):

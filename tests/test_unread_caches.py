@@ -59,6 +59,7 @@ def equal(first, second) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_a_limit_without_room_for_the_cache_is_kept():
     plain, model, limit = make_model(4), limited(make_model(4), LIMIT), LIMIT
     expected, found = step(plain, tokens()), step(model, tokens())

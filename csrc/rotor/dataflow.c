@@ -473,6 +473,17 @@ out:
     return ret;
 }
 
+int64_t rotor_dataflow_freed_bytes(const rotor_dataflow_t *self, int32_t storage) {
+    int64_t bytes = self->bytes[storage];
+    int32_t op = self->producer[storage];
+    for (int32_t j = self->input_start[op]; self->lazy[storage] && j < self->input_start[op + 1];
+         j++) {
+        int32_t s = self->inputs[j];
+        bytes += self->pinned[s] ? 0 : self->bytes[s];
+    }
+    return bytes;
+}
+
 void rotor_dataflow_time_by_bytes(rotor_dataflow_t *self, int64_t bytes_per_ns) {
     self->total_cost_ns = 0;
     for (int32_t k = 0; k < self->operation_count; k++) {

@@ -98,6 +98,9 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
  */
 int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes);
 
+/* The bytes that may go with s: of a tape, those of what it holds too, but for what is pinned. */
+int64_t rotor_dataflow_freed_bytes(const rotor_dataflow_t *self, int32_t storage);
+
 /* Sets all times to 1 ns and those of the bytes made, none where `bytes_per_ns` is 0. */
 void rotor_dataflow_time_by_bytes(rotor_dataflow_t *self, int64_t bytes_per_ns);
 

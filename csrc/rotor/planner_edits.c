@@ -328,17 +328,6 @@ static int32_t holder_of(const rotor_slots_t *p, int32_t s, int32_t w) {
     return -1;
 }
 
-/* The bytes that go over w with a tape: its own, and those of what it alone holds. */
-static int32_t tape_size(const rotor_slots_t *p, int32_t s) {
-    const rotor_dataflow_t *g = p->graph;
-    int32_t op = g->producer[s];
-    int32_t size = p->size[s];
-    for (int32_t j = g->input_start[op]; g->lazy[s] && j < g->input_start[op + 1]; j++) {
-        size += g->pinned[g->inputs[j]] ? 0 : p->size[g->inputs[j]];
-    }
-    return size;
-}
-
 bool rotor_edits_judge(const rotor_edits_t *q, int32_t s, int32_t w, int32_t overflow,
                   rotor_edit_choice_t *choice) {
     const rotor_slots_t *p = &q->slots;
@@ -350,7 +339,10 @@ bool rotor_edits_judge(const rotor_edits_t *q, int32_t s, int32_t w, int32_t ove
     const rotor_events_t *events = &p->events[s];
     int32_t op = g->producer[s];
     int32_t at = rotor_events_below(events, w);
-    int32_t size = tape_size(p, s);
+    int32_t size = p->size[s];
+    if (g->lazy[s]) {
+        size = (int32_t)((rotor_dataflow_freed_bytes(g, s) + p->unit - 1) / p->unit);
+    }
     int64_t cost = 0;
     int64_t kept = 0;
     int64_t freed = 0;

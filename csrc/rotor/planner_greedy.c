@@ -95,7 +95,8 @@ static int greedy_allocate(rotor_greedy_t *g) {
                    g->log_table == NULL || g->is_live == NULL || g->is_clean == NULL ||
                    g->is_kept == NULL || g->locks == NULL ||
                    g->live == NULL || g->slot == NULL || g->stamp == NULL || g->stack == NULL ||
-                   g->frames == NULL || g->frame_locks == NULL || g->wants_tape == NULL || g->visited == NULL
+                   g->frames == NULL || g->frame_locks == NULL || g->wants_tape == NULL ||
+                   g->visited == NULL
                ? ROTOR_ERR_NO_MEMORY
                : ROTOR_OK;
 }
@@ -525,16 +526,6 @@ static void greedy_fetch(rotor_greedy_t *g, int32_t s) {
     g->live_bytes += g->tier.link->padding_bytes;
 }
 
-/* The bytes that evicting s may free: a tape lets what it holds go. */
-static int64_t freed_bytes(const rotor_dataflow_t *graph, int32_t s) {
-    int64_t bytes = graph->bytes[s];
-    int32_t op = graph->producer[s];
-    for (int32_t j = graph->input_start[op]; graph->lazy[s] && j < graph->input_start[op + 1]; j++) {
-        bytes += graph->bytes[graph->inputs[j]];
-    }
-    return bytes;
-}
-
 static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
                          rotor_random_t *random) {
     const rotor_dataflow_t *graph = g->graph;
@@ -553,8 +544,8 @@ static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_
             setting->noise > 0.0 ? setting->noise * (rotor_random_unit(random) - 0.5) : 0.0;
         g->cursor[s] = graph->user_start[s];
         g->next_use[s] = -1;
-        g->size_score[s] =
-            (float)(setting->size_power * log((double)freed_bytes(graph, s) + 1.0) + noise);
+        double freed = (double)rotor_dataflow_freed_bytes(graph, s);
+        g->size_score[s] = (float)(setting->size_power * log(freed + 1.0) + noise);
         g->is_kept[s] = rotor_dataflow_once(graph, graph->producer[s]);
         g->slot[s] = -1;
     }
