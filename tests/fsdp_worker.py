@@ -365,6 +365,8 @@ LONG = frozenset(
 ) | {
     *("blocks: wrap, shard, root", "blocks: shard, wrap", "blocks: precision"),
     *("proofs: drifting, graphs of blocks", "chain or blocks, other limits", "tier: other speeds"),
+    *("graphs: models of Hugging Face", "tier: limited", "proofs: escapes, blocks"),
+    *("blocks: wrap, shard, reshard", "blocks: unusual"),
 }
 """Scenarios that take long for what they add."""
 GROUPS: dict[str, list[str]] = {
