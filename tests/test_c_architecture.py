@@ -42,6 +42,8 @@ C_LEVELS = {
         ["recorder_needs", "recorder"],
         ["recorder_queries"],
         ["planner_random", "planner_stop", "planner_order", "planner_levels"],
+        ["planner_slots"],
+        ["planner_spans"],
         ["planner_greedy_tier", "planner_prefetch", "planner_sequence"],
         ["planner_sequence_check", "planner_clocks", "planner_edits"],
         [

@@ -110,7 +110,7 @@ static int moving_reset(rotor_slots_t *p) {
     return rotor_levels_reset(&moving->host, p->block_count);
 }
 
-static int32_t units_of(const rotor_slots_t *p, int64_t bytes) {
+static int32_t slot_units(const rotor_slots_t *p, int64_t bytes) {
     return (int32_t)((bytes + (bytes > 0 ? p->unit - 1 : 0)) / p->unit); /* up, also from below zero */
 }
 
@@ -135,12 +135,12 @@ static int allocate_graph(rotor_slots_t *p, const rotor_dataflow_t *graph) {
         return ROTOR_ERR_NO_MEMORY;
     }
     for (int64_t s = 0; s < m; s++) {
-        p->size[s] = units_of(p, graph->bytes[s]);
+        p->size[s] = slot_units(p, graph->bytes[s]);
     }
     for (int64_t k = 0; k < n; k++) {
         bool has_tape = graph->tape[k] >= 0;
-        p->workspace[k] = units_of(p, has_tape ? graph->light_bytes[k] : graph->workspace_bytes[k]);
-        p->tape_more[k] = units_of(p, graph->workspace_bytes[k]) - p->workspace[k];
+        p->workspace[k] = slot_units(p, has_tape ? graph->light_bytes[k] : graph->workspace_bytes[k]);
+        p->tape_more[k] = slot_units(p, graph->workspace_bytes[k]) - p->workspace[k];
     }
     return ROTOR_OK;
 }

@@ -2,7 +2,7 @@
 #ifndef ROTOR_PLANNER_SPANS_H
 #define ROTOR_PLANNER_SPANS_H
 
-#include "planner_sequence.h"
+#include "planner_slots.h"
 
 /* Changes the levels by event `at` of s, which was put (sign 1) or will be taken (-1): uses and makings are
  * told from what is there. */
