@@ -217,7 +217,7 @@ static int settle_input(rotor_edits_t *q, int32_t slot, int32_t s, int32_t w, in
     const rotor_dataflow_t *g = p->graph;
     const rotor_events_t *events = &p->events[s];
     int32_t at = rotor_events_below(events, slot);
-    bool is_live = at + 1 < events->count && !rotor_slots_makes(p, s, at + 1);
+    bool is_live = rotor_slots_read_after(p, s, at);
     int32_t op = g->producer[s];
     bool may_fetch = p->link != NULL && p->moving.read_ns[s] >= 0;
     int ret = ROTOR_OK;

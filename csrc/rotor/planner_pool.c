@@ -107,17 +107,17 @@ static int keep_fast(rotor_planner_t *self, const rotor_program_t *program, roto
 int rotor_planner_offer(rotor_planner_t *self, rotor_program_t *program) {
     rotor_cost_t cost = {0};
     int ret = rotor_pricer_prune(&self->pricer, self->graph, program);
-    if (ret == ROTOR_OK && !self->graph->is_plain) {
+    if (ret == ROTOR_OK && self->graph->is_plain) {
+        ret = rotor_pricer_price(&self->pricer, self->graph, program->ops, program->length, &cost);
+    } else if (ret == ROTOR_OK) {
         /* Neither walks nor edits look at all that tapes hold. */
         ret = rotor_program_simulate(self->graph, NULL, program->ops, program->length, &cost, NULL,
                                      NULL, NULL);
-        if (ret == ROTOR_ERR_NO_TAPE) {
-            return ROTOR_OK;
-        }
+    }
+    if (ret == ROTOR_ERR_NO_TAPE) {
+        return ROTOR_OK;
     }
     if (ret != ROTOR_OK ||
-        (ret = rotor_pricer_price(&self->pricer, self->graph, program->ops, program->length,
-                                  &cost)) != ROTOR_OK ||
         (ret = keep_least(self, program, cost)) != ROTOR_OK) {
         return ret;
     }

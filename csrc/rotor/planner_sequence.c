@@ -416,7 +416,7 @@ static bool is_action_useless(const rotor_slots_t *p, int32_t slot) {
     const rotor_events_t *events = &p->events[s];
     int32_t at = rotor_events_below(events, slot);
     if (rotor_item_is_fetch(p->graph, p->op_at[slot])) {
-        return at + 1 >= events->count || rotor_slots_makes(p, s, at + 1);
+        return !rotor_slots_read_after(p, s, at);
     }
     return p->moving.actions[s] < 2;
 }

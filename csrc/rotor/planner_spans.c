@@ -15,11 +15,10 @@ static int32_t span_size(const rotor_slots_t *p, int32_t s, int32_t at) {
 
 /* The last use after event `at`, a making, and before the next one; its own slot where there is none. */
 static int32_t last_use(const rotor_slots_t *p, int32_t s, int32_t at) {
-    const rotor_events_t *events = &p->events[s];
-    while (at + 1 < events->count && !rotor_slots_makes(p, s, at + 1)) {
+    while (rotor_slots_read_after(p, s, at)) {
         at++;
     }
-    return events->slots[at];
+    return p->events[s].slots[at];
 }
 
 /* The run at event `at` has its tape s, or not any more. */
@@ -38,14 +37,13 @@ static void apply_tape(rotor_slots_t *p, int32_t s, int32_t at, int32_t sign) {
     if (is_making != is_inside) {
         return;
     }
-    if (at > 0 && rotor_slots_makes(p, s, at - 1)) {
-        raise_tape(p, s, at - 1, is_making ? -sign : sign);
+    int32_t before = is_making ? -sign : sign; /* of the making before it */
+    if (rotor_slots_makes(p, s, at - 1)) {
+        raise_tape(p, s, at - 1, before);
     }
+    rotor_levels_raise(&p->levels, slots[at - 1] + 1, slots[at], before * p->size[s]);
     if (is_making) {
-        rotor_levels_raise(&p->levels, slots[at - 1] + 1, slots[at], -sign * p->size[s]);
         raise_tape(p, s, at, sign);
-    } else {
-        rotor_levels_raise(&p->levels, slots[at - 1] + 1, slots[at], sign * p->size[s]);
     }
 }
 

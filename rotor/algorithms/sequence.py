@@ -27,7 +27,8 @@ from rotor.chain import Chain, check_header, read_json, write_json
 FORMAT = "rotor.sequence"
 VERSION = 1
 KINDS = ("Fn", "Fck", "Fe", "L", "B")
-_CODES = {kind: code for code, kind in enumerate(KINDS)} | {"Fng": 0, "Fc": 1, "CF": 1}
+FN, FCK, FE, LOSS, BACKWARD = range(len(KINDS))
+CODES = {kind: code for code, kind in enumerate(KINDS)} | {"Fng": FN, "Fc": FCK, "CF": FCK}
 _TOKEN = re.compile(r"(Fng|Fn|Fck|Fc|CF|Fe|B)_(\d+)|(L)(?:_(\d+))?")
 _PUNCTUATION = str.maketrans("[],", "   ")
 _NS = 1_000_000_000
@@ -400,10 +401,10 @@ def _encode(ops: Iterable[Operation | tuple[str, int]], length: int = 0) -> npt.
     codes = []
     for op in ops:
         kind, stage = (op.kind, op.stage) if isinstance(op, Operation) else op
-        if kind not in _CODES:
+        if kind not in CODES:
             raise ValueError(f"unknown operation {kind!r}, expected one of {', '.join(KINDS)}")
-        codes.append((_CODES[kind], stage))
+        codes.append((CODES[kind], stage))
     found = np.array(codes, dtype=np.int32).reshape(-1, 2)
-    unsaid = (found[:, 0] == _CODES["L"]) & (found[:, 1] < 0)
+    unsaid = (found[:, 0] == CODES["L"]) & (found[:, 1] < 0)
     found[unsaid, 1] = max(length, _length(found))
     return found

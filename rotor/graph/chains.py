@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.sequence import BACKWARD, FCK, FE, FN, LOSS, Sequence
 from rotor.chain import Chain
 from rotor.graph.graph import FIRST, Graph, Operation, Pinned, Storage
 from rotor.graph.program import Program
@@ -105,7 +105,7 @@ def program_of_sequence(sequence: Sequence, graph: Graph) -> Program:
         which no algorithm asks for.
     """
     n = len(graph) // 2
-    numbers = [2 * n - i if kind == 4 else i for kind, i in sequence.codes.tolist()]
+    numbers = [2 * n - i if kind == BACKWARD else i for kind, i in sequence.codes.tolist()]
     return Program(graph, np.array(numbers, dtype=np.int32))
 
 
@@ -130,9 +130,9 @@ def sequence_of_program(program: Program, chain: Chain) -> Sequence:
     for number in reversed(program.ops.tolist()):
         i = number if number <= n else 2 * n - number
         if number >= n:
-            codes.append((3 if number == n else 4, i))
+            codes.append((LOSS if number == n else BACKWARD, i))
         else:
-            codes.append((2 if has_tape[i] else 1 if is_kept[i] else 0, i))
+            codes.append((FE if has_tape[i] else FCK if is_kept[i] else FN, i))
             has_tape[i] = False
         if number < n and i + 1 < n:
             is_kept[i + 1] = False

@@ -21,7 +21,7 @@ import torch
 from rotor import _core, timing
 from rotor._pytorch import core, devices
 from rotor._pytorch.casts import casts_are_shared
-from rotor.algorithms.sequence import Operation
+from rotor.algorithms.sequence import FE, FN, Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
 from rotor.common.generators import autocast_off
@@ -33,7 +33,7 @@ from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.engines.chain.merge import frozen_prefix, merge_stages
 from rotor.engines.chain.observe import Observation, copied_buffers, named, observe
 from rotor.engines.chain.run import Run
-from rotor.engines.chain.schedule import FE, FN, Schedule
+from rotor.engines.chain.schedule import Schedule
 from rotor.engines.chain.stages import Stage, shared_parameters
 from rotor.meter import allocator
 from rotor.meter.step_meter import check_idle

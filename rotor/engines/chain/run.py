@@ -4,8 +4,7 @@ The real activations and gradients live in a `Run`, their only owner, so that th
 early as in plain autograd. Autograd sees one small node for each stage with parameters, chained by
 tokens without memory: the gradients of parameters leave the node as soon as they are computed, so
 hooks on them (as DistributedDataParallel has) run stage by stage. The backward of a node
-executes the schedule up to its own B: recomputations, and a nested
-``torch.autograd.grad`` over the graph that Fe recorded.
+executes the schedule up to its own B: recomputations, and ``torch.autograd.grad`` over Fe's graph.
 
 Stages that the schedule keeps right up to the loss run in plain autograd.
 """
@@ -19,6 +18,7 @@ import torch
 from torch.autograd.function import Function
 
 from rotor._pytorch import core, devices
+from rotor.algorithms.sequence import FE, FN
 from rotor.common.frames import warn_caller
 from rotor.common.generators import SPLIT_BACKWARD, RngTracker
 from rotor.common.modes import Modes
@@ -44,7 +44,7 @@ from rotor.engines.chain.ends import (
     token_of,
 )
 from rotor.engines.chain.proofs import StageProof
-from rotor.engines.chain.schedule import FE, FN, Schedule
+from rotor.engines.chain.schedule import Schedule
 from rotor.engines.chain.snapshot import Snapshot
 from rotor.engines.chain.stages import Stage
 

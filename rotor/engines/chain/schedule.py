@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-FN, FCK, FE, LOSS, BACKWARD = range(5)
-_CODES = {"Fn": FN, "Fng": FN, "Fck": FCK, "Fc": FCK, "CF": FCK, "Fe": FE, "L": LOSS, "B": BACKWARD}
+from rotor.algorithms.sequence import BACKWARD, CODES, FE, LOSS
 
 
 class Schedule:
@@ -94,9 +93,9 @@ class Schedule:
 
 def _read(op: Any) -> tuple[int, int]:
     kind = getattr(op, "kind", None)
-    if kind not in _CODES:
-        raise AttributeError(f"unknown operation {op!r}, expected one of {', '.join(_CODES)}")
-    return _CODES[kind], op.stage
+    if kind not in CODES:
+        raise AttributeError(f"unknown operation {op!r}, expected one of {', '.join(CODES)}")
+    return CODES[kind], op.stage
 
 
 def _cut(after: list[tuple[int, int]], head: int, tail: int) -> list[list[tuple[int, int]]]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.persistent import Persistent
+from rotor.algorithms.sequence import BACKWARD, FE, LOSS
 from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
 from rotor.common.accounting import GENERATOR_BYTES, generator_bytes, scalar_bytes
@@ -31,7 +32,7 @@ from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.plan import executor_bytes
 from rotor.engines.chain.proofs import CURE, StageProof
 from rotor.engines.chain.run import run_chain
-from rotor.engines.chain.schedule import BACKWARD, FE, LOSS, Schedule
+from rotor.engines.chain.schedule import Schedule
 from rotor.engines.graph.proving import PartsTally
 from rotor.graph.assembly import Option, undominated
 
