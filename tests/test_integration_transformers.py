@@ -315,14 +315,6 @@ def test_a_wrapped_model_passes_for_its_class_and_is_copied():
         assert same_weights(model, wrapped)
 
 
-def test_a_cache_that_training_keeps_is_told():
-    tokens = torch.randint(WORDS, (8, LENGTH))
-    model = rotor.Checkpointable(make_model(), mem_limit="1 MB", effort="fast")
-    with pytest.warns(rotor.MemoryLimitWarning, match="a cache in training: 64 KiB"):
-        model(tokens, labels=tokens, use_cache=True).loss.backward()
-    model(tokens, labels=tokens, use_cache=True).loss.backward()
-
-
 def test_the_callback_comes_before_mixed_precision(tmp_path):
     def made(limit, **arguments):
         trainer = Trainer(

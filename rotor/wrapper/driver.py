@@ -50,7 +50,6 @@ from rotor.wrapper.habits import (
     RerunNotes,
     refuse_outer_transforms,
     runs_first,
-    warn_of_cache,
     warn_of_checkpointing,
     warn_of_later_code,
     warn_of_measuring,
@@ -109,7 +108,7 @@ class Driver:
         self._check_sharding()
         self.engines[0].check()
 
-    def _discover(self, latest: Any, warned: set[str], *, is_read: bool = False) -> None:
+    def _discover(self, latest: Any, warned: set[str]) -> None:
         """Find the structure of the model and its engines."""
         self.context = Context(
             self.settings,
@@ -121,13 +120,13 @@ class Driver:
         )
         self._is_unit = fsdp.is_unit(self._wrapper())
         self._unplanned: set[Any] = set()
-        self._caches = CacheRule(self.context, is_read=is_read)
+        self._caches = CacheRule(self.context)
         self.order = Order(self.context)
         self.engines = self.order.engines
 
     def _rediscover(self) -> None:
         """Drop all measures, and find structure and engines again."""
-        self._discover(self.context.latest, self.context.warned, is_read=self._caches.is_read)
+        self._discover(self.context.latest, self.context.warned)
 
     def _rediscover_if_changed(self) -> None:
         is_same = self.context.structure.is_current()
@@ -445,17 +444,12 @@ class Driver:
         if cancel_running(all_steps=False) or is_beside:
             # One backward will run several steps.
             self._is_crowded = True
-        context, caches = self.context, self._caches
-        trimmed = caches.applied(call)
-        context.is_stepping = True
+        self.context.is_stepping = True
         try:
-            if trimmed is call:
-                # No variable: the frame may live on in the traceback of an error that is kept.
-                return self._attempts.run(self, call, self._step)
-            forward = caches.begin(call)
-            return caches.completed(self._attempts.run(self, trimmed, self._step), forward)
+            # No variable: the frame may live on in the traceback of an error that is kept.
+            return self._attempts.run(self, self._caches.applied(call), self._step)
         finally:
-            context.is_stepping = False
+            self.context.is_stepping = False
 
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
@@ -596,7 +590,6 @@ class Driver:
         finally:
             STEP.reset(previous)
         self._attempts.proven.add(engine)
-        warn_of_cache(self.context, plan.limit_bytes, output)
         warn_of_later_code(self.context, plan.limit_bytes, output)
         return output
 

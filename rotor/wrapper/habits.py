@@ -12,27 +12,20 @@ from rotor._pytorch import core, devices
 from rotor.common.accounting import is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
-from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import Context, Engine
 from rotor.errors import MemoryLimitWarning
-from rotor.meter import allocator
 from rotor.meter.step_meter import cancel_running, is_running
 from rotor.units import exact_bytes
-from rotor.wrapper.caches import cache_field
 
 __all__ = [
     "RerunNotes",
     "refuse_outer_transforms",
     "runs_first",
-    "warn_of_cache",
     "warn_of_checkpointing",
     "warn_of_forward",
     "warn_of_later_code",
     "warn_of_searches",
 ]
-
-_SHARE = 0.05
-"""Share of the limit from which a cache is worth a warning."""
 
 _LATER = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)
 
@@ -99,23 +92,6 @@ def _outer_transform() -> str:
             "the plan recomputes what it must; or leave the limit to one model, the outermost"
         )
     return ""
-
-
-def warn_of_cache(context: Context, limit_bytes: int, output: Any) -> None:
-    """Warn if the output of a training step holds a cache of keys and values."""
-    name = cache_field(output)
-    cache = None if name is None else getattr(output, name)
-    if cache is None or "cache" in context.warned:
-        return
-    size = allocator.storage_bytes(output_tensors(cache))
-    if size < _SHARE * limit_bytes:
-        return
-    context.warn(
-        "cache",
-        f"the model returns a cache in training: {exact_bytes(size)} of the limit of "
-        f"{exact_bytes(limit_bytes)} are kept for it to the end of the step. If nothing reads "
-        "them, call the model with use_cache=False",
-    )
 
 
 def warn_of_later_code(context: Context, limit_bytes: int, output: Any) -> None:
