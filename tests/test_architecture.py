@@ -323,7 +323,7 @@ PRIVATE_IN_TESTS = {
     "test_sim_predictions": ["_core"],
     "test_sim_defects": ["_pytorch.devices"],
     "test_sim_engines": ["_pytorch.devices"],
-    "test_sim_first_step": ["_pytorch.devices", "wrapper.checkpointable"],
+    "test_sim_first_step": ["_pytorch.devices", "wrapper.reporting"],
     "test_simrd_log_writer": ["_core"],
     "test_simrd_logs": ["_core"],
     "test_simrd_python": ["_core"],
@@ -334,7 +334,7 @@ PRIVATE_IN_TESTS = {
     "test_wrapping": ["common.model_state"],
     "test_integer_program": ["algorithms._integer_program"],
     "test_varying_memory": ["_pytorch.devices"],
-    "background_models": ["wrapper.checkpointable"],
+    "background_models": ["wrapper.reporting"],
     "versions": ["_pytorch.core", "_pytorch.pointers", "_pytorch.regions"],
 }
 

@@ -374,7 +374,7 @@ def test_a_known_loss_is_planned_and_nothing_is_set_aside(capsys):
     given = ("--points", 3, "--limit", least + 4096, "--loss", "loss.py:total")
     code, out, _ = run(capsys, "curve", *GRAPH, *given)
     assert code == 0
-    assert re.search(r"^At your .*: 1\.\d\d x the time; plain needs .*\.$", out.splitlines()[-1])
+    assert re.search(r"^At your .*: 1\.\d\d x the time as a graph; plain needs .*\.$", out)
     code, out, _ = run(capsys, "curve", *CHAIN, "--loss", "mse", "--limit", "1GiB")
     assert "plain PyTorch fits" in out.splitlines()[-1]
     assert "for an unknown loss" in run(capsys, "plan", *GRAPH, "--limit", "1GiB")[1]
@@ -459,7 +459,7 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
         (("plan", *CHAIN, "--profile", "p.json", "--engine", "chain"), "measures stages here"),
         (("measure", *GRAPH, "--save", "a.json", "--profile", "b.json"), "give one"),
         (("plan", *CHAIN, "--limit", "1 XB"), "--limit = '1 XB' cannot be read"),
-        (("plan", *CHAIN, "--limit", "1 KB"), "the least that one fits in is"),
+        (("plan", *CHAIN, "--limit", "1 KB"), "the least limit for which one was found is"),
         (("plan", *CHAIN, "--html", "plan.txt"), "ends in .html"),
         (("plan", *CHAIN, "--out", "no/folder/plan.json"), "no folder no/folder"),
         (("curve", *CHAIN, "--json", "no/c.json"), "--json no/c.json: no folder no"),

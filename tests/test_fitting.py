@@ -64,7 +64,7 @@ def fits_by_trial(model: nn.Module, size: int, limit: int) -> bool:
     try:
         chk = rotor.Checkpointable(model, mem_limit=limit, loss_fn=cross_entropy)
         chk.measure(x, targets=(y,))
-        chk.compute_sequence()
+        chk.plan_step()
     except rotor.InfeasibleError:
         return False
     chk(x, targets=(y,)).backward()

@@ -18,7 +18,7 @@ import rotor
 from rotor.algorithms.curve import Curve
 from rotor.commands import script
 from rotor.commands.main import main
-from rotor.fit.advice import Advice
+from rotor.fit.advice import cheap_limit
 from rotor.meter import allocator
 
 SCRIPT = """
@@ -79,7 +79,7 @@ def run(capsys, *arguments):
     [([4.0, 1.09, 1.0], 50), ([4.0, 1.2, 1.0], 50), ([4.0, 1.9, 1.0], 50), ([4.0, 3.0, 1.0], 10)],
 )
 def test_the_limit_in_the_advice_is_the_cheapest_that_saves_something(seconds, limit):
-    assert Advice(Curve([10, 50, 100], seconds), 100).cheap_limit() == limit
+    assert cheap_limit(Curve([10, 50, 100], seconds)) == limit
 
 
 def test_a_script_runs_as_it_is(capsys):

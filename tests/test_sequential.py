@@ -216,3 +216,28 @@ def test_a_copy_plans_for_itself():
         assert torch.equal(ours, theirs)
     assert other.plan is not chk.plan
     assert other.plan.limit_bytes == chk.plan.limit_bytes >= other.plan.predicted_bytes
+
+
+def test_the_curve_of_training_is_that_of_the_plans_it_makes():
+    model = feed_forward()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit="1GB", effort="fast")
+    chk.measure(X)
+    chain, curve = chk.curve(), chk.curve(8, training=True)
+    assert curve.minimum_bytes < chain.minimum_bytes
+    assert all(curve.at(limit) <= chain.at(limit) for limit in chain.bytes.tolist())
+    limit = (curve.minimum_bytes + chain.minimum_bytes) // 2
+    plan = chk.plan_step(limit)
+    assert (plan.engine, plan.limit_bytes) == ("graph", limit)
+    for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
+        assert torch.equal(ours, theirs)
+    assert chk.plan.engine == "graph"
+    assert chk.plan.measured_bytes <= limit
+    with pytest.raises(rotor.InfeasibleError, match="no schedule fits"):
+        chk.compute_sequence(mem_limit=limit)
+    assert chk.plan.engine == "graph"
+
+
+def test_the_curve_of_training_after_a_schedule_on_request_is_that_of_the_chain():
+    chk = rotor.Checkpointable(feed_forward(), X, mem_limit="1GB")
+    assert chk.curve(4, training=True).bytes.tolist() == chk.curve().bytes.tolist()
+    assert chk.plan_step("1GB").engine == "chain"

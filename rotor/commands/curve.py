@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rotor.algorithms.curve import Curve
 from rotor.commands import add_output, examples, give, tell
@@ -21,9 +22,13 @@ from rotor.commands.model import (
     within_total,
     wrapped,
 )
+from rotor.errors import InfeasibleError
 from rotor.report.curves import Point, write_curve
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["CurveFacts", "add", "check_plot", "curve_text"]
 
@@ -79,7 +84,6 @@ def _run(arguments: argparse.Namespace) -> int:
         check_plot(arguments.plot)
     from rotor.commands import factories, running
     from rotor.fit import batches
-    from rotor.fit.advice import better_of
     from rotor.fit.steps import RanStep, has_single_plan, measured_curve
     from rotor.meter import allocator
     from rotor.meter.room import step_limit
@@ -96,10 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
         else subject.profile.free_bytes
     )
     if is_planned:
-        found: Curve = model.curve(arguments.points)
-        if here and subject.is_one and subject.engine == "auto":
-            tell(arguments, "planning the model as a graph too, as engine auto does")
-            found = better_of(found, _graph_curve(subject, arguments))
+        found: Curve = model.curve(arguments.points, training=True)
     else:
 
         def on_step(ran: RanStep) -> None:
@@ -112,6 +113,8 @@ def _run(arguments: argparse.Namespace) -> int:
             steps = running.limited_steps(subject, model)
             found = measured_curve(steps, most, arguments.points, on_step, limit)
     facts = CurveFacts(limit_bytes=limit, is_measured=not is_planned)
+    if is_planned and limit is not None:
+        facts.note_plan(model, arguments.effort)
     if not here:
         facts.plain_bytes = factories.planned_peak(model)
     elif arguments.no_plain:
@@ -147,18 +150,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return 2 if limit is not None and limit < found.minimum_bytes else 0
 
 
-def _graph_curve(subject: Subject, arguments: argparse.Namespace) -> Curve | None:
-    """Return the curve of a Sequential's graph; ``None`` if none can be captured."""
-    from rotor.errors import CaptureError
-
-    try:
-        graph = wrapped(subject, arguments, effort="fast", engine="graph")
-    except CaptureError:
-        return None
-    found: Curve = graph.curve(arguments.points)
-    return found
-
-
 def _plain_point(curve: Curve, facts: CurveFacts) -> Point:
     """Return the step that is 100 % in a picture: plain, or else the last point of the curve."""
     if facts.plain_bytes is None:
@@ -182,6 +173,9 @@ class CurveFacts:
         True if the times are those of steps that were run, not planned.
     has_loss
         True if the loss was given.
+    engine, predicted_bytes
+        Form in which training plans a step within the limit of the user, and its peak; ``None``
+        without such a plan.
     """
 
     limit_bytes: int | None = None
@@ -190,6 +184,14 @@ class CurveFacts:
     set_aside_bytes: int = 0
     is_measured: bool = False
     has_loss: bool = True
+    engine: str | None = None
+    predicted_bytes: int | None = None
+
+    def note_plan(self, model: Checkpointable, effort: str) -> None:
+        """Plan a step of a model within the limit as training does."""
+        with suppress(InfeasibleError):
+            plan = model.plan_step(self.limit_bytes, effort=effort or "default")
+            self.engine, self.predicted_bytes = plan.engine, plan.predicted_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return them as plain data, for JSON."""
@@ -271,7 +273,9 @@ def _remarks(curve: Curve, facts: CurveFacts, base: float) -> list[str]:
         found.append(f"At your {format_bytes(limit)} plain PyTorch fits{needs}.")
     else:
         times = f"{seconds / base:.2f} x the time" if base else "no time"
-        found.append(f"At your {format_bytes(limit)}: {times}{needs}.")
+        form = {"graph": " as a graph", "chain": " as a chain", "parts": " in parts"}
+        form_of_plan = form.get(facts.engine or "", "")
+        found.append(f"At your {format_bytes(limit)}: {times}{form_of_plan}{needs}.")
     return found
 
 

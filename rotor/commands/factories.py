@@ -398,9 +398,8 @@ def measured(
     ValueError
         The model cannot be measured on the sample.
     """
-    is_chain = engine == "chain" or takes_one(model, engine)
     options: dict[str, Any] = (
-        {"effort": effort} if effort and not is_chain and engine != "dynamic" else {}
+        {"effort": effort} if effort and engine not in ("chain", "dynamic") else {}
     )
     if profile is not None:
         options["profile"] = profile

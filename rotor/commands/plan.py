@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rotor.chain import write_json
 from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
@@ -21,13 +21,7 @@ from rotor.commands.model import (
 )
 from rotor.units import exact_bytes, format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from rotor.wrapper.checkpointable import Checkpointable
-
 __all__ = ["add"]
-
-_WORTH = 0.01
-"""Share of recomputation in a chain from which its graph is planned too."""
 
 
 def add(commands: Any) -> None:
@@ -66,41 +60,13 @@ def add(commands: Any) -> None:
     sub.set_defaults(command=_run)
 
 
-def _planned(
-    subject: Subject, arguments: argparse.Namespace, model: Checkpointable, limit: int | None
-) -> tuple[Checkpointable, Any]:
-    """Return the model and its schedule: of a Sequential's chain or graph, as engine auto does."""
-    from rotor.errors import CaptureError, InfeasibleError
-
-    refusal: InfeasibleError | None = None
-    schedule: Any = None
-    try:
-        schedule = model.compute_sequence()
-    except InfeasibleError as error:
-        refusal = error
-    is_auto = subject.is_one and subject.engine == "auto" and subject.profile is None
-    if is_auto and (refusal is not None or model.plan.recomputation > _WORTH):
-        tell(arguments, "planning the model as a graph too, as engine auto does")
-        try:
-            graph = wrapped(subject, arguments, limit, engine="graph")
-            program = graph.compute_sequence()
-        except (CaptureError, InfeasibleError):
-            pass
-        else:
-            if refusal is not None or graph.plan.recomputation < model.plan.recomputation:
-                return graph, program
-    if refusal is not None:
-        raise refusal
-    return model, schedule
-
-
 def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
     check_pages(arguments)
     from rotor.commands import running
     from rotor.common.accounting import FREE_PERCENT
     from rotor.fit import batches
-    from rotor.fit.steps import has_single_plan
+    from rotor.fit.steps import has_single_plan, schedule_of
     from rotor.meter.room import step_limit
 
     subject = Subject(arguments)
@@ -112,10 +78,10 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ValueError("the profile does not say what is free on that machine: give --limit")
         limit = free * FREE_PERCENT // 100
     model = wrapped(subject, arguments, limit)
-    schedule: Any = None
+    plan = model.plan_step() if has_single_plan(model) else None
+    schedule = None if plan is None else schedule_of(plan)
     measured: dict[str, Any] = {}
-    if has_single_plan(model):
-        model, schedule = _planned(subject, arguments, model, limit)
+    if schedule is not None:
         figures = (model.get_expected_memory(), model.get_expected_makespan())
     else:
         if arguments.out is not None:
@@ -144,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         **measured,
     }
     data = {"plan": described, "schedule": None if schedule is None else schedule.to_dict()}
-    if arguments.out is not None:
+    if arguments.out is not None and schedule is not None:
         write_json(schedule.to_dict() | {"plan": described}, arguments.out)
         tell(arguments, f"{arguments.out} has the plan")
     text: str = model.report(arguments.html)

@@ -236,14 +236,14 @@ class _Watcher:
         meter.forward_done(output_tensors(output))
         return output
 
-    def _advise(self) -> Advice:
+    def _advise(self, room: Room | None = None) -> Advice:
         """Plan in the script's main module, where a capture looks names up; it may have ended."""
         assert self._module is not None
         args, kwargs = self._call
         main, sys.modules["__main__"] = sys.modules["__main__"], self._main
         try:
             with self._modes:
-                return advise(self._module, args, kwargs)
+                return advise(self._module, args, kwargs, room)
         finally:
             sys.modules["__main__"] = main
 
@@ -256,15 +256,13 @@ class _Watcher:
             needs = "" if self._needs is None else f"needs {format_bytes(self._needs)}, and "
             self._tell(f"a training step {needs}could not be planned: {_first_line(error)}")
             return
-        limit = advice.cheap_limit()
-        self._say(advice, limit)
+        self._say(advice)
 
     def explain_failure(self) -> None:
         """Say what the step that ran out of memory needs, and what the free memory costs."""
         if self._module is None:
             self._tell("no module was training before: the memory went elsewhere")
             return
-        device = device_of_call(self._module, *self._call)
         for parameter in self._module.parameters():
             parameter.grad = None
         _forget_graphs(vars(self._main))
@@ -273,29 +271,29 @@ class _Watcher:
         try:
             if len(self._devices) == 1:  # Lightning moves a model to the CPU when it fails.
                 self._module.to(next(iter(self._devices)))
-            advice = self._advise()
+            room = Room(self._module, CARD)
+            advice = self._advise(room)
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             self._tell(f"the training step could not be planned: {_first_line(error)}")
             return
-        # Looked at last: what planning has loaded will be there beside each step, too.
-        room = Room(self._module, CARD)
-        self._say(advice, room.take(device), room)
+        self._say(advice, room)
 
-    def _say(self, advice: Advice, limit: int, room: Room | None = None) -> None:
+    def _say(self, advice: Advice, room: Room | None = None) -> None:
         """Say what a limit costs; with the room of the device, as a limit for all of it."""
+        limit = advice.limit_bytes
         plain = advice.plain_bytes if self._needs is None else self._needs
         needs = f"this step needs {format_bytes(plain)} above the model"
         name = self._name or "model"
         line: str | None = None
         cost: float | None = None
-        if limit < advice.curve.minimum_bytes:
+        if advice.slowdown is None:
             least = format_bytes(advice.curve.minimum_bytes)
             self._tell(f"{needs}; within {format_bytes(limit)} nothing fits: the least is {least}")
         elif limit >= plain and room is None:
             self._tell(f"{needs}; no plan needs less")
         else:
             # After a failure, a plan that runs nothing again is a cure too: plain held more.
-            cost = advice.slowdown(limit) - 1
+            cost = advice.slowdown - 1
             shown = _rounded(limit)
             option, flag = ("mem_limit", "limit") if room is None else ("total_limit", "total")
             value = shown if room is None else CARD
@@ -317,6 +315,8 @@ class _Watcher:
                 "limit_bytes": limit,
                 "minimum_bytes": advice.curve.minimum_bytes,
                 "slowdown": None if cost is None else 1 + cost,
+                "engine": advice.engine,
+                "predicted_bytes": advice.predicted_bytes,
                 "line": line,
                 "variable": self._name or None,
                 "curve": advice.curve.to_dict(),

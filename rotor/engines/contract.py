@@ -541,7 +541,7 @@ class Engine(ABC):
         """Return the result of `compute_sequence` for a plan."""
         return None
 
-    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return step time against limit, and the device of the steps."""
         raise ValueError(f"the {self.name} engine has no curve")
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from rotor._pytorch import core
+from rotor.algorithms.curve import Curve
 from rotor.common.frames import release
 from rotor.common.undisturbed import Untriable, training_flags_kept
 from rotor.engines.chain.engine import ChainEngine
@@ -194,9 +195,7 @@ class SequentialEngine(ChainEngine):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._graphs: GraphEngine | None = None
-        self._parts: PartsEngine | None = None
-        self._blocks: ShardedBlocksEngine | None = None
+        self._others: dict[str, Any] = {}
         self._is_asked = False
         self._samples: dict[Any, tuple[list[Any], Any]] = {}
         self._reasons: dict[Any, str] = {}
@@ -204,9 +203,7 @@ class SequentialEngine(ChainEngine):
         self._compared: dict[Key, Comparison] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = super().__getstate__()
-        none = dict.fromkeys(("_graphs", "_parts", "_blocks"))
-        return kept | none | {"_samples": {}, "_compared": {}}
+        return super().__getstate__() | {"_others": {}, "_samples": {}, "_compared": {}}
 
     def is_portable(self) -> bool:
         """Return whether a copy of the model shares all state, and all plans are chains'."""
@@ -234,17 +231,14 @@ class SequentialEngine(ChainEngine):
             raise ValueError("the model runs in parts, without a graph: chk.report() says why")
         return plan
 
-    def _others(self) -> list[Any]:
-        """Return the engines beside the chain's that have been asked."""
-        return [e for e in (self._graphs, self._parts, self._blocks) if e is not None]
-
     # -- measuring
 
     def measure(self, key: Key, call: Call) -> Any:
         """Measure every stage; keep the form of the call, for a capture."""
-        parts = None if self._parts is None else self._parts.pieces.get(key)
-        if self._parts is not None and parts is not None and parts.wants_search:
-            self._parts.measure(key, call)
+        engine = self._others.get("parts")
+        parts = engine.pieces.get(key) if isinstance(engine, _ChainParts) else None
+        if parts is not None and parts.wants_search:
+            self._others["parts"].measure(key, call)
             return None
         leaves, spec = core.tree_flatten((call.args, call.targets))
         self._samples[key.measured] = [_described(leaf) for leaf in leaves], spec
@@ -262,7 +256,7 @@ class SequentialEngine(ChainEngine):
         super().forget(measured)
         for kept in (self._samples, self._reasons, self._no_parts):
             kept.pop(measured, None)
-        for other in self._others():
+        for other in self._others.values():
             other.forget(measured)
 
     # -- planning
@@ -275,7 +269,7 @@ class SequentialEngine(ChainEngine):
     def begin_planning(self) -> None:
         """Forget loaded sequences and compiled programs."""
         super().begin_planning()
-        for other in self._others():
+        for other in self._others.values():
             other.begin_planning()
 
     def plan(
@@ -297,7 +291,8 @@ class SequentialEngine(ChainEngine):
         prediction = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
         offers = [_Offer("chain", chain, slower, prediction)]
         least = refusal
-        for offer, refused in self._other_offers(key, limit_bytes, reserve_bytes):
+        for name, engine in self._rivals(key):
+            offer, refused = self._offer(name, engine, key, limit_bytes, reserve_bytes)
             offers.append(offer)
             if least is not None and refused is not None:
                 least = min(least, refused, key=lambda error: error.minimum_bytes)
@@ -317,40 +312,40 @@ class SequentialEngine(ChainEngine):
         ranks = self.context.peers.ranks
         return value if ranks is None else ranks.broadcast(value)
 
-    def _other_offers(
-        self, key: Key, limit_bytes: int, reserve_bytes: int
-    ) -> list[tuple[_Offer, InfeasibleError | None]]:
-        """Return the plans beside the chain's, each with the error of one that does not fit."""
-        if self._sharding is not None:
-            return [self._offer("blocks", self._blocks_plan, key, limit_bytes, reserve_bytes)]
-        reason = self._reason(key)
+    def _rivals(self, key: Key) -> Iterator[tuple[str, Any]]:
+        """Yield each way to run beside the chain: its name, and its engine or why there is none."""
+        reason = self._reason(key) if self._sharding is None else ""
         if reason:
-            return [(_Offer("graph", None, _NEVER, reason), None)]
-        offers: list[tuple[_Offer, InfeasibleError | None]] = []
-        if key.measured not in self._reasons:
-            found = self._offer("graph", self._graph_plan, key, limit_bytes, reserve_bytes)
-            if key.measured not in self._reasons:
-                return [found]
-        offers.append((_Offer("graph", None, _NEVER, self._reasons[key.measured]), None))
-        offers.append(self._offer("parts", self._parts_plan, key, limit_bytes, reserve_bytes))
-        return offers
+            yield "graph", reason
+            return
+        for name in ("graph", "parts") if self._sharding is None else ("blocks",):
+            lacking = self._lacking(name)
+            engine = None
+            if key.measured not in lacking:
+                try:
+                    engine = self._other(name)
+                    self._measure_by(engine, key)
+                except CannotPlan as refused:
+                    lacking[key.measured] = _first_line(refused.error)
+            yield name, lacking.get(key.measured, engine)
+            if key.measured not in lacking:
+                return
+
+    def _lacking(self, name: str) -> dict[Any, str]:
+        """Return the reasons for which there is no graph, or no part, by `Key.measured`."""
+        return self._reasons if name == "graph" else self._no_parts
 
     def _offer(
-        self,
-        name: str,
-        make: Callable[[Key, int, int], Any],
-        key: Key,
-        limit_bytes: int,
-        reserve_bytes: int,
+        self, name: str, engine: Any, key: Key, limit_bytes: int, reserve_bytes: int
     ) -> tuple[_Offer, InfeasibleError | None]:
-        known = self._reasons if name == "graph" else self._no_parts
-        if key.measured in known:
-            return _Offer(name, None, _NEVER, known[key.measured]), None
+        """Return another engine's plan, or a reason; with the error of one that does not fit."""
+        if isinstance(engine, str):
+            return _Offer(name, None, _NEVER, engine), None
         try:
-            plan = make(key, limit_bytes, reserve_bytes)
+            plan = engine.plan(key, limit_bytes, reserve_bytes)
         except CannotPlan as refused:
-            prediction = known[key.measured] = _first_line(refused.error)
-            return _Offer(name, None, _NEVER, prediction), None
+            reason = self._lacking(name)[key.measured] = _first_line(refused.error)
+            return _Offer(name, None, _NEVER, reason), None
         except InfeasibleError as error:
             release(error)
             return _Offer(name, None, _NEVER, _infeasible(error)), error
@@ -395,36 +390,27 @@ class SequentialEngine(ChainEngine):
             return "not captured: it always repeats random numbers, see preserve_rng_state"
         return ""
 
-    def _graph_plan(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
-        """Return the plan of the model's graph, captured at the first time.
+    def _other(self, name: str) -> Any:
+        """Return the engine of graphs, or of parts, which are blocks where the model is sharded.
 
         Raises
         ------
-        CannotPlan, InfeasibleError
-            No graph of the model exists, or no program fits.
+        CannotPlan
+            The sharded model has no blocks.
         """
-        if self._graphs is None:
-            self._graphs = _WholeGraph(self.context)
-        self._measure_by(self._graphs, key)
-        return self._graphs.plan(key, limit_bytes, reserve_bytes)
-
-    def _parts_plan(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
-        """Return the plan of the model's captured parts; raise as `_graph_plan` does."""
-        if self._parts is None:
-            self._parts = _ChainParts(self.context, self._reasons, self._inspections)
-        self._measure_by(self._parts, key)
-        return self._parts.plan(key, limit_bytes, reserve_bytes)
-
-    def _blocks_plan(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
-        """Return the plan of the sharded stages as blocks; raise as `_graph_plan` does."""
-        assert self._sharding is not None
-        try:
-            if self._blocks is None:
-                self._blocks = ShardedBlocksEngine(self.context, self._sharding)
-            self._measure_by(self._blocks, key)
-        except NoBlocks as error:
-            raise CannotPlan(error) from None
-        return self._blocks.plan(key, limit_bytes, reserve_bytes)
+        kind = "graph" if name == "graph" else "parts"
+        if kind not in self._others:
+            try:
+                self._others[kind] = (
+                    _WholeGraph(self.context)
+                    if name == "graph"
+                    else _ChainParts(self.context, self._reasons, self._inspections)
+                    if self._sharding is None
+                    else ShardedBlocksEngine(self.context, self._sharding)
+                )
+            except NoBlocks as error:
+                raise CannotPlan(error) from None
+        return self._others[kind]
 
     def _measure_by(self, engine: Any, key: Key) -> None:
         """Have another engine measure a kind of step, unless it has."""
@@ -439,6 +425,8 @@ class SequentialEngine(ChainEngine):
                 raise CannotPlan(ValueError("modes changed since the stages were measured"))
             try:
                 engine.measure(key, call)
+            except NoBlocks as error:
+                raise CannotPlan(error) from None
             except (NothingToPlan, allocator.MeterBusyError) as error:
                 raise CannotPlan(ValueError(str(error) or "nothing to plan")) from None
 
@@ -450,11 +438,7 @@ class SequentialEngine(ChainEngine):
 
     def _owner(self, plan: Any) -> Any:
         """Return the engine of a plan; ``None`` for a chain's."""
-        if plan.engine == "chain":
-            return None
-        if plan.engine == "graph":
-            return self._graphs
-        return self._parts if self._sharding is None else self._blocks
+        return self._others.get(plan.engine)
 
     def result(self, plan: Any) -> Any:
         """Return the schedule, or the program, of a plan."""
@@ -465,6 +449,31 @@ class SequentialEngine(ChainEngine):
         """Return a table of what was compared."""
         compared = self._compared.get(plan.key)
         return [] if compared is None else [compared.table()]
+
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+        """Return step time against limit of the chain, or, on its clock, of what training runs.
+
+        Among ranks, which have to measure together, it is that of the chain.
+        """
+        curve, device = super().curve(key, points)
+        is_alone = self._is_asked_for_chain(key) or self.context.peers.ranks is not None
+        if is_alone or not training:
+            return curve, device
+        found = [(curve.bytes, curve.seconds)]
+        for name, engine in self._rivals(key):
+            if isinstance(engine, str):
+                continue
+            other, _ = engine.curve(key, points)
+            # What is no part runs once under every plan, and is not timed.
+            more = other.seconds - other.seconds[-1] if name == "parts" else None
+            ideal = curve.seconds[-1]
+            times = other.seconds * (ideal / other.seconds[-1]) if more is None else ideal + more
+            found.append((other.bytes, times))
+        if len(found) > 1:
+            curve = Curve.from_points(
+                point for one in found for point in zip(*(v.tolist() for v in one), strict=True)
+            )
+        return curve, device
 
     # -- running and learning
 
@@ -529,10 +538,7 @@ class SequentialEngine(ChainEngine):
 
 def recomputation_of(chain: Any) -> float:
     """Return the recomputation of a chain's plan, as a share of a step."""
-    if chain is None:
-        return _NEVER
-    ideal = chain.chain.ideal_time
-    return chain.sequence.makespan / ideal - 1 if ideal else 0.0
+    return _NEVER if chain is None else chain.recomputation
 
 
 def _prediction(seconds: float, slower: float) -> str:
@@ -545,7 +551,8 @@ def _infeasible(error: InfeasibleError | None) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return "not captured: " + (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"not captured: {line.removeprefix('not captured: ')}"
 
 
 @dataclass(frozen=True)

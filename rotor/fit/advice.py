@@ -10,14 +10,13 @@ from torch import nn
 
 from rotor.algorithms.curve import Curve
 from rotor.common.tensor_trees import tree_tensors
-from rotor.engines.chain.stages import is_plain_sequential
-from rotor.errors import CaptureError, MemoryLimitWarning
+from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit import batches
 from rotor.fit.steps import LimitedSteps, has_single_plan, measured_curve
-from rotor.meter.room import step_limit
+from rotor.meter.room import Room, step_limit
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["Advice", "advise", "better_of", "device_of_call"]
+__all__ = ["Advice", "advise", "cheap_limit", "device_of_call"]
 
 _CHEAP = (1.10, 1.25, 1.5, 2.0)
 """Slow-downs that a limit may cost, the next where the one before saves next to nothing."""
@@ -27,7 +26,7 @@ _POINTS = 12
 
 @dataclass(frozen=True)
 class Advice:
-    """Cost of limits for a step.
+    """Cost of limits for a step, and of one limit.
 
     Attributes
     ----------
@@ -35,27 +34,34 @@ class Advice:
         Step time against memory.
     plain_bytes
         Need of a step without recomputation.
+    limit_bytes
+        Limit of the advice.
+    slowdown
+        Time of a step within that limit, divided by that of the fastest; ``None``: nothing fits.
+    engine, predicted_bytes
+        Form in which training plans that step, and its peak; ``None`` where steps were run.
     """
 
     curve: Curve
     plain_bytes: int
+    limit_bytes: int
+    slowdown: float | None
+    engine: str | None = None
+    predicted_bytes: int | None = None
 
-    def slowdown(self, limit_bytes: int) -> float:
-        """Return the time of a step within a limit, divided by that of the fastest."""
-        return self.curve.at(limit_bytes) / float(self.curve.seconds[-1])
 
-    def cheap_limit(self) -> int:
-        """Return the least limit that costs at most a tenth of the time.
+def cheap_limit(curve: Curve) -> int:
+    """Return the least limit that costs at most a tenth of the time.
 
-        If that saves next to nothing, return the least limit that costs a quarter, half, or as much
-        again; if these save nothing either, return the least limit of all.
-        """
-        slower = self.curve.seconds / self.curve.seconds[-1]
-        for most in _CHEAP:
-            cheap = int(self.curve.bytes[slower <= most].min())
-            if cheap < _SAVES * self.plain_bytes:
-                return cheap
-        return int(self.curve.minimum_bytes)
+    If that saves next to nothing, return the least limit that costs a quarter, half, or as much
+    again; if these save nothing either, return the least limit of all.
+    """
+    slower = curve.seconds / curve.seconds[-1]
+    for most in _CHEAP:
+        cheap = int(curve.bytes[slower <= most].min())
+        if cheap < _SAVES * int(curve.bytes[-1]):
+            return cheap
+    return int(curve.minimum_bytes)
 
 
 def device_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,11 +70,20 @@ def device_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return tensors[0].device
 
 
-def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Advice:
+def advise(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], room: Room | None = None
+) -> Advice:
     """Return the cost of limits for a training step with these arguments; leave no trace.
 
     A model without a single plan runs steps, with the sum of the outputs for a loss, within the
     free memory of the device.
+
+    Parameters
+    ----------
+    module, args, kwargs
+        The call.
+    room
+        Room of the device, which is the limit of the advice; without it, a cheap limit is.
 
     Raises
     ------
@@ -76,63 +91,56 @@ def advise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         No plan exists.
     """
     device = device_of_call(module, args, kwargs)
+
+    def limit_of(curve: Curve) -> int:
+        # Looked at last: what planning has loaded will be there beside each step, too.
+        return cheap_limit(curve) if room is None else room.take(device)
+
     with batches.unchanged(module, device, (args, kwargs)), warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)
         model = _wrap(module)
         model.measure(*args, **kwargs)
         if has_single_plan(model):
-            curve = model.curve(_POINTS)
-            plain_bytes = int(curve.bytes[-1])
-            if is_plain_sequential(module):
-                curve = better_of(curve, _graph_curve(module, args, kwargs))
-        else:
-            curve = measured_curve(
-                LimitedSteps(
-                    model,
-                    lambda wrapped: _step_of(module, wrapped, args, kwargs),
-                    device,
-                    lambda: _wrap(module, engine="dynamic"),
-                ),
-                step_limit(device, module=module),
-                5,
+            curve = model.curve(_POINTS, training=True)
+            limit = limit_of(curve)
+            try:
+                plan = model.plan_step(limit)
+            except InfeasibleError:
+                return Advice(curve, int(curve.bytes[-1]), limit, None)
+            return Advice(
+                curve,
+                plan.unlimited_bytes,
+                limit,
+                # A point of the curve may be below the limit, and parts are not all of a step.
+                min(1 + plan.recomputation, _slowdown(curve, limit) or float("inf")),
+                plan.engine,
+                plan.predicted_bytes,
             )
-            plain_bytes = int(curve.bytes[-1])
-    return Advice(curve, plain_bytes)
+        curve = measured_curve(
+            LimitedSteps(
+                model,
+                lambda wrapped: _step_of(module, wrapped, args, kwargs),
+                device,
+                lambda: _wrap(module, engine="dynamic"),
+            ),
+            step_limit(device, module=module),
+            5,
+        )
+    limit = limit_of(curve)
+    return Advice(curve, int(curve.bytes[-1]), limit, _slowdown(curve, limit))
 
 
-def better_of(chain: Curve, graph: Curve | None) -> Curve:
-    """Return the curve of the plans that engine="auto" runs, on the clock of the chain.
-
-    It takes the plan with less recomputation, against a step without it, in the same limit.
-
-    Parameters
-    ----------
-    chain, graph
-        Curves of one model's chain, and of its graph; ``None`` if no graph could be captured.
-    """
-    if graph is None:
-        return chain
-    scale = float(chain.seconds[-1] / graph.seconds[-1])
-    both = [(chain.bytes, chain.seconds), (graph.bytes, graph.seconds * scale)]
-    return Curve.from_points(
-        point for sizes, times in both for point in zip(sizes.tolist(), times.tolist(), strict=True)
-    )
+def _slowdown(curve: Curve, limit_bytes: int) -> float | None:
+    """Return the time within a limit against the fastest; ``None`` where nothing fits."""
+    if limit_bytes < curve.minimum_bytes:
+        return None
+    return curve.at(limit_bytes) / float(curve.seconds[-1])
 
 
 def _wrap(module: nn.Module, **options: Any) -> Checkpointable:
     make: Any = Checkpointable
     wrapped: Checkpointable = make(module, verbosity=-1, **options)
     return wrapped
-
-
-def _graph_curve(module: nn.Module, args: Any, kwargs: Any) -> Curve | None:
-    graph = _wrap(module, engine="graph")
-    try:
-        graph.measure(*args, **kwargs)
-    except CaptureError:
-        return None
-    found: Curve = graph.curve(_POINTS)
-    return found
 
 
 def _step_of(module: nn.Module, model: Any, args: Any, kwargs: Any) -> Any:

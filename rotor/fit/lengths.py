@@ -281,8 +281,8 @@ def _limited(
         if has_single_plan(model):
             with suppress(InfeasibleError):
                 try:
-                    model.compute_sequence(1)
+                    model.plan_step(1)
                 except InfeasibleError as error:
                     least = error.minimum_bytes
-                model.compute_sequence(limit)
+                model.plan_step(limit)
     return peak <= limit, least, peak, seconds

@@ -333,8 +333,7 @@ class _Search:
         self.engine_name = model.planned_as
         if self.is_run:
             return self._ran(model, size)
-        is_graph = self.engine_name != "chain"
-        may_choose = is_graph and "effort" not in self.options
+        may_choose = "effort" not in self.options
         fast = {"effort": "fast"} if may_choose else {}
         with nullcontext() if self.timed else single_runs():
             model.measure(*args, targets=targets, **kwargs)
@@ -342,7 +341,7 @@ class _Search:
             self.is_run = True
             return self._ran(model, size)
         try:
-            model.compute_sequence(1, **fast)
+            model.plan_step(1, **fast)
         except InfeasibleError as error:
             least = error.minimum_bytes
         else:
@@ -352,8 +351,9 @@ class _Search:
             tries.append({"effort": "default"})
         for more in tries:
             try:
-                model.compute_sequence(self.limit, **more)
-                return model, min(least, model.get_expected_memory()), True
+                plan = model.plan_step(self.limit, **more)
+                self.engines[size] = plan.engine
+                return model, min(least, plan.predicted_bytes), True
             except InfeasibleError as error:
                 least = min(least, error.minimum_bytes)
         return model, least, False

@@ -10,15 +10,25 @@ from typing import Any
 import torch
 
 from rotor.algorithms.curve import Curve
+from rotor.algorithms.sequence import Sequence
 from rotor.common.accounting import METERED_STEPS
 from rotor.engines.contract import Verdict
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import is_out_of_memory, step_bytes
+from rotor.graph.program import Program
 from rotor.timing import measure_ns
 from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["LimitedSteps", "RanStep", "has_single_plan", "measured_curve", "seconds_of", "settle"]
+__all__ = [
+    "LimitedSteps",
+    "RanStep",
+    "has_single_plan",
+    "measured_curve",
+    "schedule_of",
+    "seconds_of",
+    "settle",
+]
 
 STEP_SECONDS = 2.0
 _MOST_STEPS = 2 * METERED_STEPS + 1
@@ -57,6 +67,13 @@ def has_single_plan(model: Checkpointable) -> bool:
     except (AttributeError, ValueError):
         return False
     return True
+
+
+def schedule_of(plan: Any) -> Sequence | Program | None:
+    """Return the sequence or program of a plan; ``None``: it has none for all of a step."""
+    names = {"chain": "sequence", "graph": "program"}
+    found: Sequence | Program | None = getattr(plan, names.get(plan.engine, ""), None)
+    return found
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:
@@ -116,16 +133,17 @@ class LimitedSteps:
     def meter_parts(self) -> int:
         """Run a step of a model in parts at their least peak; return the least limit of its plans.
 
-        Return 0 for a model that the dynamic engine runs.
+        Return 0 for a model that the dynamic engine runs, and for one that has a plan of its
+        stages below the limits of its parts.
         """
-        if self._dynamic is not None:
+        if self._dynamic is not None or has_single_plan(self.model):
             return 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MemoryLimitWarning)
             try:
-                self.model.compute_sequence(1)
+                self.model.plan_step(1)
             except InfeasibleError as error:
-                self.model.compute_sequence(error.minimum_bytes)
+                self.model.plan_step(error.minimum_bytes)
                 self._step_of(self.model)()
                 plan = self.model.plan
                 self.least_parts_bytes = max(plan.least_bytes, error.minimum_bytes)
@@ -156,7 +174,7 @@ class LimitedSteps:
 
     def _measured(self, limit_bytes: int, timed: bool) -> RanStep:
         model = self.runner
-        model.compute_sequence(limit_bytes)
+        model.plan_step(limit_bytes)
         step = self._step_of(model)
         settle(model, step)
         peak = model.plan.measured_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -23,17 +22,14 @@ from rotor.engines.contract import DEFAULT_SLOTS, Settings
 from rotor.engines.graph.calls import takes_targets
 from rotor.engines.graph.counting import checked_counts
 from rotor.meter import allocator as memory
-from rotor.meter import history
 from rotor.meter.room import checked_total
-from rotor.report import plans as views
-from rotor.report.plot import plot_timeline
 from rotor.tier.interface import Tier
 from rotor.tier.offload import checked_offload
 from rotor.units import parse_bytes
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.habits import warn_of_forward
 from rotor.wrapper.registry import ENGINES
-from rotor.wrapper.reporting import about, with_remarks
+from rotor.wrapper.reporting import ReportingModule
 from rotor.wrapper.setting import (
     BACKENDS,
     Setting,
@@ -43,7 +39,7 @@ from rotor.wrapper.setting import (
     checked_loss_bytes,
     plan_anew,
 )
-from rotor.wrapper.transparent import ShownForward, TransparentModule, shown
+from rotor.wrapper.transparent import ShownForward, shown
 
 __all__ = ["BACKENDS", "Checkpointable"]
 
@@ -53,7 +49,7 @@ _NOT_COMPILED = (
 )
 
 
-class Checkpointable(TransparentModule):
+class Checkpointable(ReportingModule):
     """Model that trains as before, in a given number of bytes.
 
     Parameters
@@ -165,7 +161,6 @@ class Checkpointable(TransparentModule):
 
     _shown_name = "Checkpointable"
     _settings_class: ClassVar[type[Settings]] = Settings
-    _driver: Driver
     mem_limit = Setting(checked_limit, plan_anew, "present_limit")
     total_limit = Setting(checked_total, plan_anew)
     mem_slots = Setting(checked_slots, plan_anew)
@@ -387,10 +382,38 @@ class Checkpointable(TransparentModule):
         given = custom_mem_limit_bytes if mem_limit is None else mem_limit
         limit = None if given is None else parse_bytes(given)
         slots = None if mem_slots is None else checked_slots(mem_slots)
-        return self._driver.compute(limit, slots, algo, options)
+        return self._driver.compute(limit, options, algo=algo, mem_slots=slots)[1]
 
     @heard
-    def curve(self, points: int = 40) -> Curve:
+    def plan_step(self, mem_limit: int | str | None = None, **options: Any) -> Any:
+        """Plan the following steps as training does; return the plan.
+
+        Where `compute_sequence` asks for the schedule of a chain, this is the choice of
+        ``engine="auto"``: of a chain, a graph, parts or blocks the one that runs.
+
+        Parameters
+        ----------
+        mem_limit
+            The limit; by default the previous one.
+        **options
+            For graphs ``effort``, ``seed`` and ``time_limit`` of `rotor.graph.plan`.
+
+        Returns
+        -------
+        Plan or None
+            With ``engine``, ``predicted_bytes`` and ``makespan``; ``None`` where the dynamic
+            engine decides while a step runs.
+
+        Raises
+        ------
+        ValueError
+            Nothing was measured; InfeasibleError (a ValueError) when no plan fits.
+        """
+        limit = None if mem_limit is None else parse_bytes(mem_limit)
+        return self._driver.compute(limit, options)[0]
+
+    @heard
+    def curve(self, points: int = 40, *, training: bool = False) -> Curve:
         """Return step time against limit, for all limits; the model's input is not counted.
 
         Its picture, `Curve.plot`, marks the limit, the point without recomputation, and the
@@ -401,6 +424,9 @@ class Checkpointable(TransparentModule):
         ----------
         points
             Number of limits tried, for graphs; of a chain every point is known.
+        training
+            True: of the plans that training makes (`plan_step`), with ``engine="auto"`` the best of
+            a Sequential's chain, graph and parts; by default of its chain.
 
         Returns
         -------
@@ -412,7 +438,7 @@ class Checkpointable(TransparentModule):
         ValueError
             Nothing was measured; the dynamic engine runs the model.
         """
-        curve, device = self._driver.curve(points)
+        curve, device = self._driver.curve(points, training=training)
         profile = self._driver.settings.profile
         is_here = isinstance(profile, str)
         free = memory.free_bytes(device) if is_here else profile.free_bytes
@@ -499,88 +525,6 @@ class Checkpointable(TransparentModule):
             Most seconds to wait; ``None`` for any number.
         """
         return self._driver.finish_planning(timeout)
-
-    # -- figures of a plan
-
-    def get_expected_memory(self) -> int:
-        """Return the predicted peak of a step above the level at its start; ValueError: no plan."""
-        return int(self._driver.planned().predicted_bytes)
-
-    def get_expected_makespan(self) -> float:
-        """Return the predicted seconds of a step, forward and backward; ValueError: no plan."""
-        return float(self._driver.planned().makespan)
-
-    def display(self) -> str:
-        """Return a table of the model's parts and the plan for each; ValueError: no plan.
-
-        Under the dynamic engine, return a table of the latest steps.
-        """
-        return with_remarks(self._driver, views.tabulate(self._driver.planned()))
-
-    def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
-        """Return limit, predicted and measured peak, and time, as text.
-
-        Parameters
-        ----------
-        path
-            File to write too. ``.html``: a self-contained page with the live bytes over
-            time, predicted and measured, and the kept, dropped and recomputed values. ``.json`` or
-            ``.json.gz``: the same as a trace, which https://ui.perfetto.dev and chrome://tracing
-            open.
-        snapshot
-            True to save the snapshot of CUDA's allocator beside that file, in ``.pickle``, for
-            https://pytorch.org/memory_viz. It holds the history recorded by
-            `rotor.memory.record_history`.
-
-        Returns
-        -------
-        str
-            A table, the parts of a step, and remarks.
-
-        Raises
-        ------
-        ValueError
-            No plan exists; the path ends otherwise; a trace is wanted of a model that runs
-            without a plan, and no step was metered.
-        RuntimeError
-            A snapshot is wanted, and CUDA is missing.
-        """
-        plan = self._driver.planned()
-        text = with_remarks(self._driver, views.describe(plan))
-        if path is None:
-            if snapshot:
-                raise ValueError("snapshot=True saves a file beside the report: give it a path")
-            return text
-        file = views.checked_path(path)
-        if snapshot:
-            history.save_snapshot(file.with_name(file.name.split(".")[0] + ".pickle"))
-        views.write(plan, file, about(self._driver, plan))
-        return text
-
-    def plot_timeline(self, ax: Any = None) -> Any:
-        """Draw the live bytes of a step with matplotlib: predicted, measured, and the limit.
-
-        The measured bytes belong to the latest metered step, brought to the clock of the
-        prediction: forward, loss and backward each. On CUDA only their peak is known.
-
-        Parameters
-        ----------
-        ax
-            Axes to draw on; by default the axes of a new figure.
-
-        Returns
-        -------
-        matplotlib.axes.Axes
-            The axes of the drawing.
-
-        Raises
-        ------
-        ImportError
-            matplotlib is not installed; the message names the extra that installs it.
-        ValueError
-            No plan exists; or the plan predicts nothing, and no step was metered.
-        """
-        return plot_timeline(self._driver.planned(), ax)
 
     # -- running
 

@@ -175,10 +175,8 @@ class Driver:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.settings = state["settings"]
         self._wrapper = _reference(None)
-        self._group_peers = Alone()
-        self._thread = 0
+        self._group_peers, self._thread, self._checked = Alone(), 0, None
         self._is_pending, self._is_crowded, self._has_collected = None, False, False
-        self._checked = None
         self._announcer = Announcer(self.settings.verbosity)
         self.limits = Limits(self.settings)
         self._attempts = Attempts()
@@ -362,13 +360,13 @@ class Driver:
             del self.context.plans[known]
 
     def compute(
-        self,
-        limit_bytes: int | None,
-        mem_slots: int | None,
-        algo: Any,
-        options: dict[str, Any],
-    ) -> Any:
-        """Plan the following steps again; restore the previous state on failure."""
+        self, limit_bytes: int | None, options: dict[str, Any], **chosen: Any
+    ) -> tuple[Any, Any]:
+        """Plan the following steps again; restore the previous state on failure.
+
+        With ``algo`` and ``mem_slots`` the plan has the form of the first engine; without them it
+        is the one that training makes. Return it, and the result of `compute_sequence`.
+        """
         settings, context = self.settings, self.context
         engine, refusals = self.engines[0], dict(context.refusals)
         key = context.measured_key() if engine.plans_ahead else None
@@ -377,19 +375,21 @@ class Driver:
         before = (dict(vars(settings)), context.plans)
         states = [(known, dict(vars(known))) for known in {engine, owner}]
         try:
-            engine.choose(algo, options)
+            if chosen:
+                engine.choose(chosen["algo"], options)
+            else:
+                settings.options = settings.given_options | options
             if limit_bytes is not None:
                 settings.mem_limit = limit_bytes
-            if mem_slots is not None:
-                settings.mem_slots = mem_slots
+            settings.mem_slots = chosen.get("mem_slots") or settings.mem_slots
             context.plans = {}
             for known, _ in states:
                 known.begin_planning()
             if key is None:
-                return None
+                return None, None
             with self._announcer.timed():
                 plan = self._make(key)
-            return owner.result(plan)
+            return plan, owner.result(plan)
         except BaseException:
             vars(settings).update(before[0])
             context.plans, context.refusals = before[1], refusals
@@ -401,13 +401,13 @@ class Driver:
         """Wait for background searches, some seconds at most; return whether none is left."""
         return all(engine.finish_planning(timeout) for engine in self.engines)
 
-    def curve(self, points: int) -> tuple[Curve, torch.device]:
+    def curve(self, points: int, *, training: bool) -> tuple[Curve, torch.device]:
         """Return step time against limit by the latest measure, and the device of the steps."""
         engine = self.engines[0]
         key = self.context.measured_key() if engine.plans_ahead else Key(None, None)
         if key.measured is not None:
             engine = self.order.of(key)
-        return engine.curve(key, points)
+        return engine.curve(key, points, training=training)
 
     def load(self, source: Any) -> Any:
         """Run the following steps by a saved plan; return it."""

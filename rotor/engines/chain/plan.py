@@ -175,14 +175,20 @@ def with_executor(
     rng, verified
         As in `executor_bytes`.
     """
-    n = len(chain)
-    most, least = (
-        executor_bytes(inspection, [count] * n, rng=rng, verified=verified) + own_bytes
-        for count in (3, 1)
-    )
-    limits = curve.bytes - chain.x_bytes[0] + most
+    n, compared = len(chain), _most_compared(inspection)
+
+    def kept(count: int, *, proved: bool) -> int:
+        runs = [count] * n
+        return executor_bytes(inspection, runs, rng=rng, verified=proved) + own_bytes
+
+    base = curve.bytes - chain.x_bytes[0]
+    limits = base + kept(3, proved=False)
+    if verified:
+        # Steps are verified under limits with room for it.
+        room = [has_room(inspection.device, compared, limit) for limit in limits.tolist()]
+        limits[room] += kept(3, proved=True) - kept(3, proved=False)
     if curve.seconds[-1] <= chain.ideal_time:
-        limits[-1] += least - most
+        limits[-1] = base[-1] + kept(1, proved=False)
     useful = limits < limits[-1]
     useful[-1] = True
     return Curve(limits[useful], curve.seconds[useful])
