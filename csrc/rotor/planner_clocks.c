@@ -32,6 +32,9 @@ static int clocks_allocate(rotor_clock_blocks_t *self, int32_t capacity, int64_t
 }
 
 int rotor_clock_blocks_load(rotor_clock_blocks_t *self, rotor_slots_t *slots) {
+    if (slots->link == NULL) {
+        return ROTOR_OK;
+    }
     int ret = slots->slot_capacity <= self->slot_capacity
                   ? ROTOR_OK
                   : clocks_allocate(self, slots->slot_capacity, slots->graph->storage_count);
@@ -163,6 +166,9 @@ static void tick_block(ticking_t *c, int32_t block) {
 }
 
 int64_t rotor_clock_blocks_try(rotor_clock_blocks_t *self, const rotor_slots_t *slots) {
+    if (slots->link == NULL) {
+        return slots->time_ns;
+    }
     int32_t count = slots->block_count;
     ticking_t c = {.blocks = self, .slots = slots};
     self->first = slots->moving.first_changed;
@@ -181,7 +187,7 @@ int64_t rotor_clock_blocks_try(rotor_clock_blocks_t *self, const rotor_slots_t *
 
 void rotor_clock_blocks_keep(rotor_clock_blocks_t *self, rotor_slots_t *slots) {
     int64_t first = self->first;
-    int64_t count = slots->block_count;
+    int64_t count = slots->link == NULL ? 0 : slots->block_count;
     if (first < count) {
         memcpy(self->kept + first, self->tried + first,
                (size_t)(count + 1 - first) * sizeof(*self->kept));

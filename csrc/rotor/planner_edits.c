@@ -387,29 +387,6 @@ const int32_t *rotor_edits_region(rotor_edits_t *self, int32_t w, int32_t *at, i
     return self->region_items + self->region_start[region];
 }
 
-bool rotor_edits_choose(rotor_edits_t *q, int32_t w, int32_t overflow, rotor_edit_choice_t *best) {
-    rotor_slots_t *p = &q->slots;
-    int32_t at;
-    int32_t looked;
-    int32_t count;
-    const int32_t *items = rotor_edits_region(q, w, &at, &looked, &count);
-    bool found = false;
-    p->levels.work += looked * 20;
-    for (int32_t k = 0; k < looked; k++) {
-        rotor_edit_choice_t choice;
-        int32_t s = items[at];
-        at = at + 1 == count ? 0 : at + 1;
-        if (rotor_edits_judge(q, s, w, overflow, &choice)) {
-            choice.score *= 1.0 - q->noise * rotor_random_unit(&q->random);
-            if (!found || choice.score < best->score) {
-                *best = choice;
-                found = true;
-            }
-        }
-    }
-    return found;
-}
-
 int rotor_edits_evict(rotor_edits_t *q, const rotor_edit_choice_t *choice, int32_t w) {
     rotor_slots_t *p = &q->slots;
     const rotor_dataflow_t *g = p->graph;

@@ -31,9 +31,13 @@ typedef struct {
     int64_t region_capacity;
 } rotor_edits_t;
 
+/* The ways to relieve a slot w of a storage. */
+enum rotor_relief { ROTOR_RUN_AGAIN, ROTOR_FETCH_LATER, ROTOR_WRITE_EARLIER, ROTOR_MOVE };
+
 typedef struct {
+    enum rotor_relief how;
     int32_t storage;
-    int32_t ceiling; /* the run of its producer goes below it, above w */
+    int32_t ceiling; /* the run of its producer, or its fetch, goes below it, above w */
     double score;    /* cost per byte that it frees */
 } rotor_edit_choice_t;
 
@@ -70,8 +74,6 @@ const int32_t *rotor_edits_region(rotor_edits_t *self, int32_t w, int32_t *at, i
 /* True if running the producer of s again relieves w of at most `overflow`; *choice has its price. */
 bool rotor_edits_judge(const rotor_edits_t *self, int32_t s, int32_t w, int32_t overflow,
                        rotor_edit_choice_t *choice);
-/* The storage to evict over w by running its producer again; false for none. */
-bool rotor_edits_choose(rotor_edits_t *self, int32_t w, int32_t overflow, rotor_edit_choice_t *best);
 int rotor_edits_evict(rotor_edits_t *self, const rotor_edit_choice_t *choice, int32_t w);
 /* A run that may be removed, or -1: of a random operation, or next above `from` where it is >= 0. */
 int32_t rotor_edits_repeated(rotor_edits_t *self, int32_t from);

@@ -4,7 +4,7 @@
 
 #include "planner_joint_least.h"
 #include "planner_joint_walks.h"
-#include "planner_tier.h"
+#include "planner_search.h"
 #include "probe.h"
 
 #define FEW_MOVES 2000 /* of each start, and of the program for a larger budget */
@@ -23,7 +23,7 @@ typedef struct {
     int64_t done;  /* of earlier parts */
     int64_t total; /* of all parts */
     rotor_stop_t stop;
-    rotor_tiering_t search;
+    rotor_search_t search;
     rotor_pricer_t pricer;
     rotor_random_t random;
     rotor_program_t work;
@@ -72,7 +72,7 @@ static int joint_improve(joint_t *c, const rotor_program_t *start, int64_t moves
     int32_t at = c->few_count;
     int ret = rotor_program_assign(&c->work, start->ops, start->length);
     if (ret == ROTOR_OK) {
-        ret = rotor_tiering_improve(&c->search, c->graph, c->budget,
+        ret = rotor_search_improve(&c->search, c->graph, c->budget,
                                     rotor_random_next(&c->random), moves, &c->stop, &c->work);
     }
     if (ret == ROTOR_OK && (ret = joint_offer(c, &c->work)) == ROTOR_OK) {
@@ -224,7 +224,7 @@ int rotor_joint_plan(const rotor_dataflow_t *graph, const rotor_link_t *link, in
     int64_t parts = ROTOR_FIXED_SETTINGS + options->random_runs + options->moves;
     joint_t c = {.graph = graph, .link = link, .budget = budget, .callback = callback};
     int64_t began = options->time_limit_ns == 0 ? 0 : rotor_clock_ns();
-    rotor_tiering_init(&c.search, link);
+    rotor_search_init(&c.search, link);
     rotor_pricer_init(&c.pricer);
     for (int32_t k = 0; k < STARTS; k++) {
         rotor_program_init(&starts[k]);
@@ -287,6 +287,6 @@ out:
     rotor_program_free(&c.start);
     rotor_program_free(&c.best);
     rotor_pricer_free(&c.pricer);
-    rotor_tiering_free(&c.search);
+    rotor_search_free(&c.search);
     return ret;
 }

@@ -14,7 +14,7 @@ void rotor_joint_search_init(rotor_joint_search_t *self, const rotor_dataflow_t 
     memset(self, 0, sizeof(*self));
     self->graph = graph;
     self->link = link;
-    rotor_tiering_init(&self->tiering, link);
+    rotor_search_init(&self->tiering, link);
     rotor_pricer_init(&self->pricer);
     rotor_program_init(&self->work);
     rotor_random_init(&self->random, seed);
@@ -24,14 +24,14 @@ void rotor_joint_search_init(rotor_joint_search_t *self, const rotor_dataflow_t 
 void rotor_joint_search_free(rotor_joint_search_t *self) {
     rotor_program_free(&self->work);
     rotor_pricer_free(&self->pricer);
-    rotor_tiering_free(&self->tiering);
+    rotor_search_free(&self->tiering);
 }
 
 int rotor_joint_search_within(rotor_joint_search_t *self, int64_t budget,
                               const rotor_program_t *start, int64_t moves, rotor_cost_t *cost) {
     int ret = rotor_program_assign(&self->work, start->ops, start->length);
     if (ret == ROTOR_OK) {
-        ret = rotor_tiering_improve(&self->tiering, self->graph, budget,
+        ret = rotor_search_improve(&self->tiering, self->graph, budget,
                                     rotor_random_next(&self->random), moves, &self->stop,
                                     &self->work);
     }

@@ -2,7 +2,7 @@
 #ifndef ROTOR_PLANNER_JOINT_LEAST_H
 #define ROTOR_PLANNER_JOINT_LEAST_H
 
-#include "planner_tier.h"
+#include "planner_search.h"
 
 typedef struct {
     /* input */
@@ -10,7 +10,7 @@ typedef struct {
     const rotor_link_t *link;
     rotor_stop_t stop;
     /* state */
-    rotor_tiering_t tiering;
+    rotor_search_t tiering;
     rotor_pricer_t pricer;
     rotor_random_t random;
     rotor_program_t work;

@@ -25,6 +25,7 @@ int rotor_planner_begin(rotor_planner_t *self, const rotor_dataflow_t *graph, ui
                         int64_t time_limit_ns, const rotor_callback_t *callback) {
     memset(self, 0, sizeof(*self));
     self->graph = graph;
+    rotor_search_init(&self->search, NULL);
     self->stop =
         (rotor_stop_t){.callback = callback,
                        .deadline_ns = time_limit_ns == 0 ? 0 : rotor_clock_ns() + time_limit_ns};
