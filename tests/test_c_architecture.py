@@ -48,8 +48,6 @@ C_LEVELS = {
         ["planner_sequence_check", "planner_clocks", "planner_edits"],
         [
             *("planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"),
-            *("planner_joint_walks", "planner_tier", "planner_joint_least", "planner_joint"),
-            "planner_joint_curve",
         ],
     ],
     "csrc/python": [

@@ -5,7 +5,7 @@
 
 #include "bound.h"
 #include "checksum.h"
-#include "planner_joint.h"
+#include "planner.h"
 
 typedef struct {
     PyObject_HEAD
@@ -327,63 +327,43 @@ static int read_program(PyObject *module, const rotor_dataflow_t *graph, const r
 static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
     py_dataflow_t *self = (py_dataflow_t *)object;
-    rotor_planner_options_t options;
-    rotor_program_t program;
+    rotor_planner_options_t options = {.start = NULL};
+    rotor_plan_t plan;
     rotor_program_t start;
-    rotor_cost_t price;
     py_watch_t watch;
     PyObject *progress;
     PyObject *begin = Py_None;
     PyObject *given = Py_None;
     PyObject *answer = NULL;
-    rotor_link_t tier;
-    const rotor_link_t *link = NULL;
-    long long budget;
-    long long random_runs;
-    long long moves;
-    unsigned long long seed;
-    long long time_limit;
-    int64_t minimum = 0;
+    rotor_link_t link;
+    int64_t budget;
 
-    if (!PyArg_ParseTuple(args, "LLLKLO|OO:plan", &budget, &random_runs, &moves, &seed, &time_limit,
-                          &progress, &begin, &given)) {
+    if (!PyArg_ParseTuple(args, "LLLKLO|OO:plan", &budget, &options.random_runs, &options.moves,
+                          &options.seed, &options.time_limit_ns, &progress, &begin, &given) ||
+        (given != Py_None && read_link(module, given, &link) != 0)) {
         return NULL;
     }
-    if (given != Py_None) {
-        if (read_link(module, given, &tier) != 0) {
-            return NULL;
-        }
-        link = &tier;
-    }
-    options.random_runs = random_runs;
-    options.moves = moves;
-    options.seed = seed;
-    options.time_limit_ns = time_limit;
-    options.start = NULL;
-    rotor_program_init(&program);
+    options.link = given == Py_None ? NULL : &link;
+    rotor_program_init(&plan.program);
     rotor_program_init(&start);
     if (begin != Py_None) {
-        if (read_program(module, &self->graph, link, begin, &start) != 0) {
+        if (read_program(module, &self->graph, options.link, begin, &start) != 0) {
             goto out;
         }
         options.start = &start;
     }
     py_watch_begin(&watch, progress);
-    int ret = link == NULL
-                  ? rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &program,
-                                       &price, &minimum)
-                  : rotor_joint_plan(&self->graph, link, budget, &options, &watch.callback,
-                                     &program, &price, &minimum);
+    int ret = rotor_planner_plan(&self->graph, budget, &options, &watch.callback, &plan);
     py_watch_end(&watch);
     if (ret == ROTOR_OK) {
-        answer = Py_BuildValue("NLO", program_bytes(&program), (long long)price.peak_bytes, Py_None);
+        answer = Py_BuildValue("NLO", program_bytes(&plan.program), plan.cost.peak_bytes, Py_None);
     } else if (ret == ROTOR_ERR_INFEASIBLE) {
-        answer = Py_BuildValue("OLN", Py_None, (long long)minimum, program_bytes(&program));
+        answer = Py_BuildValue("OLN", Py_None, plan.cost.peak_bytes, program_bytes(&plan.program));
     } else {
         py_raise_status(module, ret);
     }
 out:
-    rotor_program_free(&program);
+    rotor_program_free(&plan.program);
     rotor_program_free(&start);
     return answer;
 }
@@ -394,10 +374,10 @@ PyDoc_STRVAR(curve_doc,
              "each, with a link programs with a second tier after those; and the least budget that "
              "plan() accepts, 0 for one point.");
 
-static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
+static PyObject *program_list(const rotor_plan_t *plans, int64_t count) {
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (int64_t k = 0; list != NULL && k < count; k++) {
-        PyObject *item = program_bytes(&programs[k]);
+        PyObject *item = program_bytes(&plans[k].program);
         if (item == NULL) {
             Py_CLEAR(list);
         } else {
@@ -410,62 +390,42 @@ static PyObject *program_list(const rotor_program_t *programs, int64_t count) {
 static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
     PyObject *module = PyType_GetModule(Py_TYPE(object));
     py_dataflow_t *self = (py_dataflow_t *)object;
-    rotor_planner_options_t options;
-    rotor_program_t *programs = NULL;
-    rotor_cost_t *costs = NULL;
+    rotor_planner_options_t options = {.start = NULL};
+    rotor_plan_t lowest = {.cost = {.peak_bytes = 0}};
     py_watch_t watch;
     PyObject *progress;
     PyObject *given = Py_None;
     PyObject *answer = NULL;
     rotor_link_t link;
-    long long points;
-    long long random_runs;
-    long long moves;
-    unsigned long long seed;
-    long long time_limit;
+    int64_t points;
     int64_t count = 0;
-    int64_t least = 0;
-    rotor_program_t lowest;
 
-    if (!PyArg_ParseTuple(args, "LLLKLO|O:curve", &points, &random_runs, &moves, &seed,
-                          &time_limit, &progress, &given)) {
+    if (!PyArg_ParseTuple(args, "LLLKLO|O:curve", &points, &options.random_runs, &options.moves,
+                          &options.seed, &options.time_limit_ns, &progress, &given) ||
+        (given != Py_None && read_link(module, given, &link) != 0)) {
         return NULL;
     }
     if (points < 1) {
-        return PyErr_Format(PyExc_ValueError, "points = %lld, expected at least 1", points);
+        return PyErr_Format(PyExc_ValueError, "points = %lld, expected at least 1",
+                            (long long)points);
     }
-    if (given != Py_None && read_link(module, given, &link) != 0) {
-        return NULL;
-    }
-    options.random_runs = random_runs;
-    options.moves = moves;
-    options.seed = seed;
-    options.time_limit_ns = time_limit;
-    options.start = NULL;
-    rotor_program_init(&lowest);
-    programs = rotor_calloc((size_t)points, 2 * sizeof(*programs));
-    costs = rotor_calloc((size_t)points, 2 * sizeof(*costs));
-    if (programs == NULL || costs == NULL) {
-        PyErr_NoMemory();
-        goto out;
+    options.link = given == Py_None ? NULL : &link;
+    rotor_plan_t *plans = rotor_calloc((size_t)points, 2 * sizeof(*plans));
+    if (plans == NULL) {
+        return PyErr_NoMemory();
     }
     py_watch_begin(&watch, progress);
-    int ret = given == Py_None
-                  ? rotor_planner_curve(&self->graph, points, &options, &watch.callback, programs,
-                                        costs, &count, &lowest, &least)
-                  : rotor_joint_curve(&self->graph, &link, points, &options, &watch.callback,
-                                      programs, costs, &count, &least);
+    int ret = rotor_planner_curve(&self->graph, points, &options, &watch.callback, plans, &count,
+                                  &lowest);
     py_watch_end(&watch);
     answer = ret == ROTOR_OK
-                 ? Py_BuildValue("NL", program_list(programs, count), (long long)least)
+                 ? Py_BuildValue("NL", program_list(plans, count), lowest.cost.peak_bytes)
                  : py_raise_status(module, ret);
-out:
-    for (int64_t k = 0; programs != NULL && k < 2 * points; k++) {
-        rotor_program_free(&programs[k]);
+    for (int64_t k = 0; k < 2 * points; k++) {
+        rotor_program_free(&plans[k].program);
     }
-    rotor_program_free(&lowest);
-    rotor_free(programs);
-    rotor_free(costs);
+    rotor_program_free(&lowest.program);
+    rotor_free(plans);
     return answer;
 }
 

@@ -3,15 +3,16 @@
 #include <string.h>
 
 #include "planner_pool.h"
+#include "probe.h"
 
 typedef struct {
     rotor_planner_t planner;
+    const rotor_planner_options_t *options;
     int64_t points;
     int64_t bottom;
     int64_t top;
-    int64_t moves;
-    int64_t random_runs;
-    rotor_candidate_program_t *found; /* by budget, ascending; empty where none was found */
+    rotor_plan_t *plans; /* of the caller: by budget, empty where none was found; from `count` on empty */
+    int64_t count;
 } curve_t;
 
 static int64_t budget_of(const curve_t *c, int64_t k) {
@@ -23,24 +24,13 @@ static int64_t budget_of(const curve_t *c, int64_t k) {
                               : c->bottom + (int64_t)(share * (double)(c->top - c->bottom));
 }
 
-/* Takes over the best of the pool where it is better than the program so far. */
-static int take_best(curve_t *c, int64_t k) {
-    rotor_candidate_program_t *found = &c->found[k];
-    const rotor_candidate_program_t *best = &c->planner.pool[0];
-    if (c->planner.pool_count == 0 ||
-        (found->program.length > 0 && found->cost.time_ns <= best->cost.time_ns)) {
-        return ROTOR_OK;
-    }
-    found->cost = best->cost;
-    return rotor_program_assign(&found->program, best->program.ops, best->program.length);
-}
-
 /* The programs without recomputation, and the least peak. */
 static int find_ends(curve_t *c) {
     rotor_planner_t *planner = &c->planner;
     rotor_planner_aim(planner, INT64_MAX);
     int ret = rotor_planner_offer_orders(planner);
-    if (ret != ROTOR_OK || (ret = take_best(c, c->points - 1)) != ROTOR_OK) {
+    if (ret != ROTOR_OK ||
+        (ret = rotor_planner_take(planner, &c->plans[c->points - 1])) != ROTOR_OK) {
         return ret;
     }
     c->top = planner->pool[0].cost.peak_bytes;
@@ -55,83 +45,152 @@ static int find_ends(curve_t *c) {
                                    planner->settled.program.length);
         ret = ret == ROTOR_OK ? rotor_planner_offer(planner, &planner->walked) : ret;
     }
-    return ret == ROTOR_OK ? take_best(c, 0) : ret;
+    return ret == ROTOR_OK ? rotor_planner_take(planner, &c->plans[0]) : ret;
 }
 
 /* Point k, begun from the program at point `from` and, downwards, from walks. */
 static int point(curve_t *c, int64_t k, int64_t from, bool is_down) {
     rotor_planner_t *planner = &c->planner;
+    int64_t moves = c->options->moves;
     int ret = ROTOR_OK;
     rotor_planner_aim(planner, budget_of(c, k));
     if (is_down) {
-        ret = rotor_planner_walks(planner, planner->budget, c->random_runs);
+        ret = rotor_planner_walks(planner, planner->budget, c->options->random_runs);
     }
     for (int32_t pass = 0; pass < 2 && ret == ROTOR_OK; pass++) {
-        const rotor_candidate_program_t *start = &c->found[pass == 0 ? from : k];
-        if (start->program.length > 0) {
-            ret = rotor_planner_search_from(planner, is_down ? c->moves / 4 : 0, &start->program);
+        const rotor_program_t *start = &c->plans[pass == 0 ? from : k].program;
+        if (start->length > 0) {
+            ret = rotor_planner_search_from(planner, is_down ? moves / 4 : 0, start);
         }
     }
     if (ret == ROTOR_OK && planner->pool_count > 0) {
-        ret = rotor_planner_search_from(planner, c->moves, &planner->pool[0].program);
+        ret = rotor_planner_search_from(planner, moves, &planner->pool[0].program);
     }
-    return ret == ROTOR_OK ? take_best(c, k) : ret;
+    return ret == ROTOR_OK ? rotor_planner_take(planner, &c->plans[k]) : ret;
 }
 
-static int curve_sweep(curve_t *c) {
+/* Without a link; then leaves no gaps. */
+static int sweep_alone(curve_t *c) {
+    rotor_stop_t *stop = &c->planner.stop;
     int ret = find_ends(c);
     int64_t last = c->points - 1;
-    for (int64_t k = last - 1; k >= 0 && ret == ROTOR_OK && !c->planner.stop.is_over; k--) {
-        c->planner.stop.done = last - k;
+    for (int64_t k = last - 1; k >= 0 && ret == ROTOR_OK && !stop->is_over; k--) {
+        stop->done = last - k;
         ret = point(c, k, k + 1, true);
     }
-    for (int64_t k = 1; k < last && ret == ROTOR_OK && !c->planner.stop.is_over; k++) {
-        c->planner.stop.done = last + k;
+    for (int64_t k = 1; k < last && ret == ROTOR_OK && !stop->is_over; k++) {
+        stop->done = last + k;
         ret = point(c, k, k - 1, false);
+    }
+    for (int64_t k = 0; k < c->points; k++) {
+        rotor_plan_t found = c->plans[k];
+        rotor_program_init(&c->plans[k].program);
+        c->plans[c->count] = found;
+        c->count += found.program.length > 0;
+    }
+    return ret;
+}
+
+/* The fastest plan so far within a budget, NULL for none. */
+static const rotor_plan_t *fastest_within(const curve_t *c, int64_t budget) {
+    const rotor_plan_t *best = NULL;
+    for (int64_t k = 0; k < c->count; k++) {
+        const rotor_plan_t *plan = &c->plans[k];
+        if (plan->cost.peak_bytes <= budget &&
+            (best == NULL || plan->cost.time_ns < best->cost.time_ns)) {
+            best = plan;
+        }
+    }
+    return best;
+}
+
+/* One budget, from a program and from the fastest that fits already; what is faster than that is another
+ * plan. */
+static int tier_point(curve_t *c, int64_t budget, const rotor_plan_t *last) {
+    const rotor_plan_t *fits = fastest_within(c, budget);
+    rotor_plan_t *found = &c->plans[c->count];
+    rotor_planner_aim(&c->planner, budget);
+    int ret = rotor_planner_search_from(&c->planner, c->options->moves, &last->program);
+    if (ret == ROTOR_OK && fits != NULL && fits != last) {
+        ret = rotor_planner_search_from(&c->planner, c->options->moves, &fits->program);
+    }
+    found->program.length = 0;
+    ret = ret == ROTOR_OK ? rotor_planner_take(&c->planner, found) : ret;
+    c->count += ret == ROTOR_OK && found->program.length > 0 &&
+                (fits == NULL || found->cost.time_ns < fits->cost.time_ns);
+    return ret;
+}
+
+/* With a link: the least peak, then downwards, each budget from the last one's program. */
+static int sweep_with_link(curve_t *c) {
+    rotor_planner_t *planner = &c->planner;
+    int64_t last = c->count - 1;
+    rotor_planner_aim(planner, 1);
+    int ret = rotor_planner_settle(planner);
+    if (ret != ROTOR_OK) {
+        return ret;
+    }
+    rotor_plan_t *lowest = &c->plans[c->count++];
+    ret = rotor_program_assign(&lowest->program, planner->settled.program.ops,
+                               planner->settled.program.length);
+    if (ret == ROTOR_OK) {
+        ret = rotor_pricer_price(&planner->pricer, planner->graph, lowest->program.ops,
+                                 lowest->program.length, &lowest->cost);
+    }
+    c->bottom = planner->settled.cost.peak_bytes;
+    for (int64_t k = c->points - 2; k >= 0 && ret == ROTOR_OK && !planner->stop.is_over; k--) {
+        int64_t before = c->count;
+        ret = tier_point(c, budget_of(c, k), &c->plans[last]);
+        last = c->count > before ? before : last;
+        planner->stop.done++;
     }
     return ret;
 }
 
 int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
                         const rotor_planner_options_t *options, const rotor_callback_t *callback,
-                        rotor_program_t *programs, rotor_cost_t *costs, int64_t *count,
-                        rotor_program_t *lowest, int64_t *least) {
+                        rotor_plan_t *plans, int64_t *count, rotor_plan_t *lowest) {
+    const rotor_link_t *link = options->link;
+    int64_t limit = options->time_limit_ns;
+    int64_t began = limit == 0 ? 0 : rotor_clock_ns();
+    int64_t most = (link == NULL ? 1 : 2) * points;
+    rotor_stop_t whole = {.callback = callback, .total = most + points};
     curve_t c;
-    if (points < 1) {
-        return ROTOR_ERR_BAD_LENGTH;
-    }
     memset(&c, 0, sizeof(c));
+    c.options = options;
     c.points = points;
-    c.moves = options->moves;
-    c.random_runs = options->random_runs;
-    int ret =
-        rotor_planner_begin(&c.planner, graph, options->seed, options->time_limit_ns, callback);
-    c.planner.stop.total = 2 * points;
-    c.found = rotor_calloc((size_t)points, sizeof(*c.found));
-    if (c.found == NULL) {
-        ret = ROTOR_ERR_NO_MEMORY;
-    }
-    if (ret != ROTOR_OK || (ret = curve_sweep(&c)) != ROTOR_OK) {
+    c.plans = plans;
+    int ret = points < 1      ? ROTOR_ERR_BAD_LENGTH
+              : link == NULL  ? ROTOR_OK
+              : graph->is_plain ? rotor_link_check(link)
+                                : ROTOR_ERR_BAD_OPERATION;
+    if (ret != ROTOR_OK ||
+        (ret = rotor_planner_begin(&c.planner, graph, NULL, options->seed,
+                                   link == NULL ? limit : limit / 2 + (limit > 0), &whole)) !=
+            ROTOR_OK ||
+        (ret = sweep_alone(&c)) != ROTOR_OK) {
         goto out;
     }
-    *count = 0;
-    *least = c.bottom;
-    rotor_program_free(lowest);
-    *lowest = c.planner.settled.program;
-    rotor_program_init(&c.planner.settled.program);
-    for (int64_t k = 0; k < points; k++) {
-        if (c.found[k].program.length > 0) {
-            rotor_program_free(&programs[*count]);
-            programs[*count] = c.found[k].program;
-            costs[(*count)++] = c.found[k].cost;
-            rotor_program_init(&c.found[k].program);
-        }
+    if (link != NULL && points > 1) {
+        rotor_plan_t settled = c.planner.settled;
+        rotor_program_init(&c.planner.settled.program);
+        rotor_planner_end(&c.planner);
+        whole.done = 2 * points;
+        ret = rotor_planner_begin(&c.planner, graph, link, options->seed, 0, &whole);
+        c.planner.stop.deadline_ns = began + limit;
+        c.planner.settled = settled;
+        ret = ret == ROTOR_OK ? sweep_with_link(&c) : ret;
     }
 out:
-    for (int64_t k = 0; c.found != NULL && k < points; k++) {
-        rotor_program_free(&c.found[k].program);
+    if (ret == ROTOR_OK) {
+        *count = c.count;
+        rotor_program_free(&lowest->program);
+        *lowest = c.planner.settled;
+        rotor_program_init(&c.planner.settled.program);
     }
-    rotor_free(c.found);
+    for (int64_t k = 0; ret != ROTOR_OK && k < most; k++) {
+        rotor_program_free(&plans[k].program);
+    }
     rotor_planner_end(&c.planner);
     return ret;
 }

@@ -17,5 +17,5 @@ int rotor_stop_look(rotor_stop_t *self, int64_t work) {
     if (self->deadline_ns != 0 && rotor_clock_ns() >= self->deadline_ns) {
         self->is_over = true;
     }
-    return rotor_ask(self->callback, self->done, self->total);
+    return rotor_ask(self->callback, rotor_min(self->done, self->total), self->total);
 }

@@ -9,7 +9,7 @@ typedef struct {
     /* input */
     const rotor_callback_t *callback;
     int64_t deadline_ns; /* 0: none */
-    int64_t done;
+    int64_t done; /* at most the total is told */
     int64_t total;
     int64_t step; /* added to `done` by one walk or move */
     /* state */

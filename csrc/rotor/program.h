@@ -101,6 +101,11 @@ typedef struct {
     int64_t host_bytes; /* the most that the tier holds */
 } rotor_cost_t;
 
+typedef struct {
+    rotor_program_t program;
+    rotor_cost_t cost;
+} rotor_plan_t;
+
 /*
  * Checks and prices a program; `link` is NULL for one without a second tier. `before` (bytes live when
  * each item begins) and `peak` (the most while it lasts) have `length` elements or are NULL; `fault`

@@ -1,92 +1,50 @@
-#include "planner.h"
-
-#include "dataflows.h"
 #include "planner_pool.h"
 #include "planner_sequence_check.h"
 #include "planner_spans.h"
-#include "testing.h"
-
-static drawing_t drawing;
-static bool with_tapes;
-
-static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
-    if (with_tapes) {
-        draw_tapes(&drawing, layers, seed);
-    } else {
-        draw_training(&drawing, layers, seed);
-    }
-    rotor_dataflow_arrays_t arrays = arrays_of(&drawing);
-    rotor_dataflow_init(graph);
-    CHECK(rotor_dataflow_build(graph, &arrays) == ROTOR_OK);
-}
-
-static int64_t in_order(const rotor_dataflow_t *graph, rotor_program_t *program) {
-    rotor_cost_t cost = {0};
-    program->length = 0;
-    for (int32_t k = 0; k < graph->operation_count; k++) {
-        CHECK(rotor_program_append(program, k) == ROTOR_OK);
-    }
-    CHECK(rotor_program_simulate(graph, NULL, program->ops, program->length, &cost, NULL, NULL, NULL) ==
-          ROTOR_OK);
-    return cost.peak_bytes;
-}
+#include "plans.h"
 
 static void test_plans_are_valid_and_fit(void) {
     rotor_planner_options_t options = {.random_runs = 5, .moves = 3000, .seed = 1};
     int32_t feasible = 0;
     for (uint64_t seed = 1; seed < 30; seed++) {
         rotor_dataflow_t graph;
-        rotor_program_t program;
-        rotor_cost_t cost;
-        rotor_cost_t again;
-        int64_t minimum = 0;
-        rotor_program_init(&program);
+        rotor_plan_t plan = {.cost = {0}};
         build(&graph, 3 + (int64_t)(seed % 20), seed);
-        int64_t budget = in_order(&graph, &program) * (int64_t)(75 + seed) / 105;
-        int ret = rotor_planner_plan(&graph, budget, &options, NULL, &program, &cost, &minimum);
+        int64_t budget = in_order(&graph, &plan.program) * (int64_t)(75 + seed) / 105;
+        int ret = rotor_planner_plan(&graph, budget, &options, NULL, &plan);
         if (ret == ROTOR_ERR_INFEASIBLE) {
-            CHECK(minimum > budget);
-            ret = rotor_planner_plan(&graph, minimum, &options, NULL, &program, &cost, &minimum);
-            budget = minimum;
+            CHECK(plan.cost.peak_bytes > budget);
+            budget = plan.cost.peak_bytes;
+            ret = rotor_planner_plan(&graph, budget, &options, NULL, &plan);
         } else {
             feasible++;
         }
         CHECK(ret == ROTOR_OK);
-        CHECK(rotor_program_simulate(&graph, NULL, program.ops, program.length, &again, NULL, NULL,
-                                     NULL) == ROTOR_OK);
-        CHECK(again.time_ns == cost.time_ns && again.peak_bytes == cost.peak_bytes);
-        CHECK(cost.peak_bytes <= budget);
-        rotor_program_free(&program);
+        check_plan(&graph, NULL, &plan, budget);
+        rotor_program_free(&plan.program);
         rotor_dataflow_free(&graph);
     }
     CHECK(feasible > 15);
 }
 
 static void test_a_start_is_repaired(void) {
-    rotor_planner_options_t options = {.random_runs = 2, .moves = 500, .seed = 1};
     for (uint64_t seed = 1; seed < 12; seed++) {
+        rotor_planner_options_t options = {.random_runs = 2, .moves = 500, .seed = 1};
         rotor_dataflow_t graph;
         rotor_program_t start;
-        rotor_program_t program;
-        rotor_cost_t cost;
-        int64_t minimum = 0;
+        rotor_plan_t plan = {.cost = {0}};
         rotor_program_init(&start);
-        rotor_program_init(&program);
         build(&graph, 6 + (int64_t)seed, seed);
         int64_t most = in_order(&graph, &start);
-        options.start = NULL;
-        options.random_runs = 2;
-        int ret = rotor_planner_plan(&graph, 1, &options, NULL, &program, &cost, &minimum);
-        CHECK(ret == ROTOR_ERR_INFEASIBLE);
-        int64_t budget = (minimum + most) / 2;
+        CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &plan) == ROTOR_ERR_INFEASIBLE);
+        int64_t budget = (plan.cost.peak_bytes + most) / 2;
         options.start = &start;
         options.random_runs = 0;
-        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &program, &cost, &minimum) ==
-              ROTOR_OK);
-        CHECK(cost.peak_bytes <= budget);
+        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &plan) == ROTOR_OK);
+        CHECK(plan.cost.peak_bytes <= budget);
         CHECK(start.length == graph.operation_count);
         rotor_program_free(&start);
-        rotor_program_free(&program);
+        rotor_program_free(&plan.program);
         rotor_dataflow_free(&graph);
     }
 }
@@ -205,47 +163,30 @@ static void test_slots(void) {
 
 enum { POINTS = 7 };
 
-static void free_programs(rotor_program_t *programs) {
-    for (int k = 0; k < POINTS; k++) {
-        rotor_program_free(&programs[k]);
-    }
-}
-
 static void test_curve(void) {
     rotor_planner_options_t options = {.random_runs = 2, .moves = 500, .seed = 1};
     rotor_dataflow_t graph;
-    rotor_program_t programs[POINTS];
-    rotor_cost_t costs[POINTS];
-    rotor_program_t lowest;
-    rotor_program_t refused;
-    rotor_cost_t cost;
+    rotor_plan_t plans[POINTS];
+    rotor_plan_t lowest = {.cost = {0}};
+    rotor_plan_t refused = {.cost = {0}};
     int64_t count = 0;
-    int64_t least = 0;
-    int64_t minimum = 0;
-    memset(programs, 0, sizeof(programs));
-    rotor_program_init(&lowest);
-    rotor_program_init(&refused);
+    memset(plans, 0, sizeof(plans));
     build(&graph, 15, 3);
-    CHECK(rotor_planner_curve(&graph, 0, &options, NULL, programs, costs, &count, &lowest,
-                              &least) == ROTOR_ERR_BAD_LENGTH);
-    CHECK(rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count, &lowest,
-                              &least) == ROTOR_OK);
-    CHECK(count == POINTS && costs[count - 1].time_ns == graph.total_cost_ns);
-    CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &refused, &cost, &minimum) ==
-          ROTOR_ERR_INFEASIBLE);
-    CHECK(minimum == least && refused.length == lowest.length);
-    CHECK(rotor_planner_plan(&graph, least, &options, NULL, &refused, &cost, &minimum) ==
-          ROTOR_OK);
-    CHECK(cost.peak_bytes <= least);
-    rotor_program_free(&refused);
-    rotor_program_free(&lowest);
+    CHECK(rotor_planner_curve(&graph, 0, &options, NULL, plans, &count, &lowest) ==
+          ROTOR_ERR_BAD_LENGTH);
+    CHECK(rotor_planner_curve(&graph, POINTS, &options, NULL, plans, &count, &lowest) == ROTOR_OK);
+    CHECK(count == POINTS && plans[count - 1].cost.time_ns == graph.total_cost_ns);
+    CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &refused) == ROTOR_ERR_INFEASIBLE);
+    int64_t least = lowest.cost.peak_bytes;
+    CHECK(refused.cost.peak_bytes == least && refused.program.length == lowest.program.length);
+    CHECK(rotor_planner_plan(&graph, least, &options, NULL, &refused) == ROTOR_OK);
+    check_plan(&graph, NULL, &refused, least);
     for (int64_t k = 0; k < count; k++) {
-        rotor_cost_t again;
-        CHECK(rotor_program_simulate(&graph, NULL, programs[k].ops, programs[k].length, &again, NULL,
-                                     NULL, NULL) == ROTOR_OK);
-        CHECK(again.time_ns == costs[k].time_ns && again.peak_bytes == costs[k].peak_bytes);
+        check_plan(&graph, NULL, &plans[k], INT64_MAX);
     }
-    free_programs(programs);
+    rotor_program_free(&refused.program);
+    rotor_program_free(&lowest.program);
+    free_plans(plans, POINTS);
     rotor_dataflow_free(&graph);
 }
 
@@ -258,60 +199,47 @@ static bool stop_at(void *context, int64_t done, int64_t total) {
 static void test_interrupted(void) {
     rotor_planner_options_t options = {.random_runs = 50, .moves = 10000000, .seed = 1};
     rotor_dataflow_t graph;
-    rotor_program_t program;
-    rotor_cost_t cost;
-    int64_t minimum = 0;
+    rotor_plan_t plan = {.cost = {0}};
     int64_t left = 3;
     rotor_callback_t callback = {stop_at, &left};
-    rotor_program_init(&program);
     build(&graph, 60, 5);
-    int64_t budget = in_order(&graph, &program) * 9 / 10;
-    rotor_program_free(&program);
-    CHECK(rotor_planner_plan(&graph, budget, &options, &callback, &program, &cost, &minimum) ==
-          ROTOR_ERR_INTERRUPTED);
-    CHECK(program.ops == NULL && left == 0);
-    CHECK(rotor_planner_plan(&graph, 0, &options, NULL, &program, &cost, &minimum) ==
-          ROTOR_ERR_BAD_BUDGET);
+    int64_t budget = in_order(&graph, &plan.program) * 9 / 10;
+    rotor_program_free(&plan.program);
+    CHECK(rotor_planner_plan(&graph, budget, &options, &callback, &plan) == ROTOR_ERR_INTERRUPTED);
+    CHECK(plan.program.ops == NULL && left == 0);
+    CHECK(rotor_planner_plan(&graph, 0, &options, NULL, &plan) == ROTOR_ERR_BAD_BUDGET);
     options.time_limit_ns = 50000000;
-    CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &program, &cost, &minimum) ==
-          ROTOR_OK);
-    rotor_program_free(&program);
+    CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &plan) == ROTOR_OK);
+    rotor_program_free(&plan.program);
     rotor_dataflow_free(&graph);
 }
 
 static void test_out_of_memory(void) {
     rotor_planner_options_t options = {.random_runs = 2, .moves = 50, .seed = 1};
     rotor_dataflow_t graph;
-    rotor_program_t programs[POINTS];
-    rotor_cost_t costs[POINTS];
-    rotor_program_t lowest;
+    rotor_plan_t plans[POINTS];
+    rotor_plan_t plan = {.cost = {0}};
     int64_t count = 0;
-    int64_t least = 0;
     int ret = ROTOR_ERR_NO_MEMORY;
-    memset(programs, 0, sizeof(programs));
-    rotor_program_init(&lowest);
+    memset(plans, 0, sizeof(plans));
     build(&graph, 6, 9);
     for (int64_t n = 1; ret != ROTOR_OK; n++) {
         rotor_testing_fail_after(n);
-        ret = rotor_planner_curve(&graph, POINTS, &options, NULL, programs, costs, &count, &lowest,
-                                  &least);
+        ret = rotor_planner_curve(&graph, POINTS, &options, NULL, plans, &count, &plan);
         rotor_testing_fail_after(0);
         CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);
-        CHECK(ret == ROTOR_OK || programs[0].ops == NULL);
+        CHECK(ret == ROTOR_OK || plans[0].program.ops == NULL);
     }
-    rotor_program_free(&lowest);
-    free_programs(programs);
+    free_plans(plans, POINTS);
     ret = ROTOR_ERR_NO_MEMORY;
-    int64_t budget = in_order(&graph, &programs[0]) * 7 / 10;
-    free_programs(programs);
+    int64_t budget = in_order(&graph, &plan.program) * 7 / 10;
     for (int64_t n = 1; ret == ROTOR_ERR_NO_MEMORY; n++) {
-        int64_t minimum = 0;
         rotor_testing_fail_after(n);
-        ret = rotor_planner_plan(&graph, budget, &options, NULL, &programs[0], costs, &minimum);
+        ret = rotor_planner_plan(&graph, budget, &options, NULL, &plan);
         rotor_testing_fail_after(0);
         CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_INFEASIBLE || ret == ROTOR_ERR_NO_MEMORY);
     }
-    free_programs(programs);
+    rotor_program_free(&plan.program);
     rotor_dataflow_free(&graph);
 }
 

@@ -1,35 +1,13 @@
-#include "dataflows.h"
 #include "planner_clocks.h"
-#include "planner_joint.h"
-#include "planner_joint_walks.h"
-#include "planner_random.h"
+#include "planner_pool.h"
 #include "planner_sequence_check.h"
-#include "testing.h"
-
-static drawing_t drawing;
+#include "plans.h"
 
 static const rotor_link_t plain = {.write_bytes_per_s = 1e11,
                                    .read_bytes_per_s = 1e11,
                                    .host_bytes = INT64_MAX,
                                    .least_bytes = 1,
                                    .padding_bytes = 7};
-
-static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
-    draw_training(&drawing, layers, seed);
-    rotor_dataflow_arrays_t arrays = arrays_of(&drawing);
-    rotor_dataflow_init(graph);
-    CHECK(rotor_dataflow_build(graph, &arrays) == ROTOR_OK);
-}
-
-static int64_t in_order(const rotor_dataflow_t *graph, rotor_program_t *program) {
-    rotor_cost_t cost = {0};
-    for (int32_t op = 0; op < graph->operation_count; op++) {
-        CHECK(rotor_program_append(program, op) == ROTOR_OK);
-    }
-    CHECK(rotor_program_simulate(graph, NULL, program->ops, program->length, &cost, NULL, NULL,
-                                 NULL) == ROTOR_OK);
-    return cost.peak_bytes;
-}
 
 /* The clocks, levels and host bytes of the slots against those of the simulator, where it is valid. */
 static bool agrees(const rotor_slots_t *slots, rotor_clock_blocks_t *clocks) {
@@ -136,49 +114,34 @@ static void test_slots(void) {
 /* Never slower than without the tier, within the budget and what the tier may hold; a seed gives one
  * program. */
 static void test_plans(void) {
-    rotor_planner_options_t options = {.random_runs = 2, .moves = 3000};
     int32_t faster = 0;
     for (uint64_t seed = 1; seed < 16; seed++) {
+        rotor_planner_options_t options = {.random_runs = 2, .moves = 3000, .seed = seed};
         rotor_dataflow_t graph;
-        rotor_program_t programs[3];
-        rotor_cost_t costs[3];
-        rotor_cost_t again;
+        rotor_plan_t plans[3];
         rotor_link_t link = plain;
-        int64_t minimum = 0;
         link.duplex = seed % 3 == 0;
         link.host_bytes = seed % 4 == 0 ? 600 : INT64_MAX;
-        for (int k = 0; k < 3; k++) {
-            rotor_program_init(&programs[k]);
-        }
-        options.seed = seed;
+        memset(plans, 0, sizeof(plans));
         build(&graph, 6 + (int64_t)seed, seed);
-        int64_t most = in_order(&graph, &programs[0]);
-        CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &programs[0], &costs[0], &minimum) ==
-              ROTOR_ERR_INFEASIBLE);
-        int64_t budget = minimum + (most - minimum) / 4;
-        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &programs[0], &costs[0],
-                                 &minimum) == ROTOR_OK);
+        int64_t most = in_order(&graph, &plans[0].program);
+        CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &plans[0]) == ROTOR_ERR_INFEASIBLE);
+        int64_t budget = plans[0].cost.peak_bytes + (most - plans[0].cost.peak_bytes) / 4;
+        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &plans[0]) == ROTOR_OK);
+        options.link = &link;
         for (int k = 1; k < 3; k++) {
-            CHECK(rotor_joint_plan(&graph, &link, budget, &options, NULL, &programs[k], &costs[k],
-                                   &minimum) == ROTOR_OK);
-            CHECK(rotor_program_simulate(&graph, &link, programs[k].ops, programs[k].length,
-                                         &again, NULL, NULL, NULL) == ROTOR_OK);
-            CHECK(memcmp(&again, &costs[k], sizeof(again)) == 0);
-            CHECK(costs[k].peak_bytes <= budget && costs[k].time_ns <= costs[0].time_ns);
-            CHECK(costs[k].host_bytes <= link.host_bytes);
+            CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &plans[k]) == ROTOR_OK);
+            check_plan(&graph, &link, &plans[k], budget);
+            CHECK(plans[k].cost.time_ns <= plans[0].cost.time_ns);
         }
-        CHECK(programs[1].length == programs[2].length &&
-              memcmp(programs[1].ops, programs[2].ops,
-                     (size_t)programs[1].length * sizeof(*programs[1].ops)) == 0);
-        faster += costs[1].time_ns < costs[0].time_ns;
-        options.start = &programs[1];
-        CHECK(rotor_joint_plan(&graph, &link, budget, &options, NULL, &programs[2], &costs[2],
-                               &minimum) == ROTOR_OK);
-        CHECK(costs[2].time_ns <= costs[1].time_ns);
-        options.start = NULL;
-        for (int k = 0; k < 3; k++) {
-            rotor_program_free(&programs[k]);
-        }
+        CHECK(plans[1].program.length == plans[2].program.length &&
+              memcmp(plans[1].program.ops, plans[2].program.ops,
+                     (size_t)plans[1].program.length * sizeof(*plans[1].program.ops)) == 0);
+        faster += plans[1].cost.time_ns < plans[0].cost.time_ns;
+        options.start = &plans[1].program;
+        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &plans[2]) == ROTOR_OK);
+        CHECK(plans[2].cost.time_ns <= plans[1].cost.time_ns);
+        free_plans(plans, 3);
         rotor_dataflow_free(&graph);
     }
     CHECK(faster >= 8);
@@ -205,8 +168,6 @@ static void test_walks(void) {
         rotor_prefetch_t prefetch;
         rotor_random_t random;
         rotor_setting_t setting;
-        rotor_cost_t cost = {0};
-        rotor_cost_t early = {0};
         rotor_stop_t stop = {.callback = NULL};
         rotor_link_t link = plain;
         rotor_pricer_t pricer;
@@ -230,14 +191,12 @@ static void test_walks(void) {
         CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_INFEASIBLE);
         if (ret == ROTOR_OK) {
             CHECK(rotor_pricer_prune(&pricer, &graph, &program) == ROTOR_OK);
-            CHECK(rotor_program_simulate(&graph, &link, program.ops, program.length, &cost, NULL,
-                                         NULL, NULL) == ROTOR_OK);
+            rotor_cost_t cost = price_of(&graph, &link, &program);
             int64_t sum = sum_of(&program);
             int64_t length = program.length;
             CHECK(rotor_prefetch(&prefetch, &graph, &link, budget, &program) == ROTOR_OK);
             CHECK(sum_of(&program) == sum && program.length == length);
-            CHECK(rotor_program_simulate(&graph, &link, program.ops, program.length, &early, NULL,
-                                         NULL, NULL) == ROTOR_OK);
+            rotor_cost_t early = price_of(&graph, &link, &program);
             CHECK(early.peak_bytes <= (cost.peak_bytes > budget ? cost.peak_bytes : budget));
             CHECK(early.compute_ns == cost.compute_ns && early.link_ns == cost.link_ns);
             moved += cost.link_ns > 0;
@@ -261,36 +220,27 @@ static void test_starts(void) {
     for (uint64_t seed = 1; seed < 16; seed++) {
         rotor_planner_options_t options = {.random_runs = 4, .moves = 0, .seed = seed};
         rotor_dataflow_t graph;
-        rotor_program_t program;
-        rotor_cost_t alone = {0};
+        rotor_plan_t plan = {.cost = {0}};
         int64_t times[2] = {-1, -1};
-        int64_t minimum;
         build(&graph, 20 + (int64_t)seed, seed);
-        rotor_program_init(&program);
-        int64_t budget = in_order(&graph, &program) * 2 / 3;
-        bool fits = rotor_planner_plan(&graph, budget, &options, NULL, &program, &alone,
-                                       &minimum) == ROTOR_OK;
+        int64_t budget = in_order(&graph, &plan.program) * 2 / 3;
+        bool fits = rotor_planner_plan(&graph, budget, &options, NULL, &plan) == ROTOR_OK;
         for (int32_t turn = 0; turn < 2; turn++) {
-            rotor_joint_walks_t walks;
-            rotor_random_t random;
-            rotor_stop_t stop = {.callback = NULL};
-            rotor_random_init(&random, seed);
-            rotor_joint_walks_init(&walks, &graph, &plain, budget);
-            CHECK(rotor_joint_walks_run(&walks, 10, &random, &stop) == ROTOR_OK);
-            for (int32_t k = 0; k < walks.count; k++) {
-                rotor_cost_t cost = {0};
-                const rotor_program_t *best = &walks.best[k];
-                CHECK(rotor_program_simulate(&graph, &plain, best->ops, best->length, &cost, NULL,
-                                             NULL, NULL) == ROTOR_OK);
-                CHECK(cost.peak_bytes <= budget && cost.time_ns == walks.best_ns[k]);
-                CHECK(k == 0 || walks.best_ns[k] > walks.best_ns[k - 1]);
+            rotor_planner_t planner;
+            rotor_stop_t whole = {.callback = NULL};
+            CHECK(rotor_planner_begin(&planner, &graph, &plain, seed, 0, &whole) == ROTOR_OK);
+            rotor_planner_aim(&planner, budget);
+            CHECK(rotor_planner_walks(&planner, budget, 10) == ROTOR_OK);
+            for (int32_t k = 0; k < planner.pool_count; k++) {
+                check_plan(&graph, &plain, &planner.pool[k], budget);
+                CHECK(k == 0 || planner.pool[k].cost.time_ns > planner.pool[k - 1].cost.time_ns);
             }
-            times[turn] = walks.count > 0 ? walks.best_ns[0] : 0;
-            rotor_joint_walks_free(&walks);
+            times[turn] = planner.pool_count > 0 ? planner.best.cost.time_ns : 0;
+            rotor_planner_end(&planner);
         }
         CHECK(times[0] == times[1]);
-        faster += times[0] > 0 && (!fits || times[0] < alone.time_ns);
-        rotor_program_free(&program);
+        faster += times[0] > 0 && (!fits || times[0] < plan.cost.time_ns);
+        rotor_program_free(&plan.program);
         rotor_dataflow_free(&graph);
     }
     CHECK(faster >= 8);
@@ -303,104 +253,84 @@ static bool stop_after(void *context, int64_t done, int64_t total) {
 }
 
 static void test_interrupted(void) {
-    rotor_planner_options_t options = {.random_runs = 2, .moves = 100000, .seed = 3};
+    rotor_planner_options_t options = {
+        .link = &plain, .random_runs = 2, .moves = 100000, .seed = 3};
     rotor_dataflow_t graph;
-    rotor_program_t program;
-    rotor_cost_t cost;
-    int64_t minimum;
+    rotor_plan_t plan = {.cost = {0}};
     build(&graph, 40, 5);
-    rotor_program_init(&program);
-    int64_t budget = in_order(&graph, &program) / 2;
+    int64_t budget = in_order(&graph, &plan.program) / 2;
     for (int64_t calls = 0; calls < 400; calls += 40) {
         int64_t left = calls;
         rotor_callback_t callback = {.keep_going = stop_after, .context = &left};
-        int ret = rotor_joint_plan(&graph, &plain, budget, &options, &callback, &program, &cost,
-                                   &minimum);
+        int ret = rotor_planner_plan(&graph, budget, &options, &callback, &plan);
         CHECK(ret == ROTOR_ERR_INTERRUPTED || (ret == ROTOR_OK && left >= 0));
     }
     options.time_limit_ns = 1;
-    int ret = rotor_joint_plan(&graph, &plain, budget, &options, NULL, &program, &cost, &minimum);
+    int ret = rotor_planner_plan(&graph, budget, &options, NULL, &plan);
     CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_INFEASIBLE);
-    rotor_program_free(&program);
+    rotor_program_free(&plan.program);
     rotor_dataflow_free(&graph);
 }
 
 static void test_infeasible(void) {
-    rotor_planner_options_t options = {.random_runs = 1, .moves = 200};
+    rotor_planner_options_t options = {.link = &plain, .random_runs = 1, .moves = 200};
     rotor_dataflow_t graph;
-    rotor_program_t program;
-    rotor_cost_t cost;
-    int64_t minimum = 0;
+    rotor_plan_t plan = {.cost = {0}};
     rotor_link_t wrong = plain;
     build(&graph, 10, 2);
-    rotor_program_init(&program);
-    CHECK(rotor_joint_plan(&graph, &plain, 1, &options, NULL, &program, &cost, &minimum) ==
-          ROTOR_ERR_INFEASIBLE);
-    CHECK(rotor_program_simulate(&graph, &plain, program.ops, program.length, &cost, NULL, NULL,
-                                 NULL) == ROTOR_OK);
-    CHECK(minimum > 1 && cost.peak_bytes == minimum);
-    CHECK(rotor_joint_plan(&graph, &plain, 0, &options, NULL, &program, &cost, &minimum) ==
-          ROTOR_ERR_BAD_BUDGET);
+    CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &plan) == ROTOR_ERR_INFEASIBLE);
+    CHECK(plan.cost.peak_bytes > 1);
+    CHECK(price_of(&graph, &plain, &plan.program).peak_bytes == plan.cost.peak_bytes);
+    CHECK(rotor_planner_plan(&graph, 0, &options, NULL, &plan) == ROTOR_ERR_BAD_BUDGET);
     wrong.latency_ns = -1;
-    CHECK(rotor_joint_plan(&graph, &wrong, 1, &options, NULL, &program, &cost, &minimum) ==
-          ROTOR_ERR_NEGATIVE_TIME);
-    rotor_program_free(&program);
+    options.link = &wrong;
+    CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &plan) == ROTOR_ERR_NEGATIVE_TIME);
+    rotor_program_free(&plan.program);
     rotor_dataflow_free(&graph);
 }
 
 enum { POINTS = 5 };
 
 static void test_curve(void) {
-    rotor_planner_options_t options = {.random_runs = 1, .moves = 300, .seed = 2};
+    rotor_planner_options_t options = {.link = &plain, .random_runs = 1, .moves = 300, .seed = 2};
     int ret = ROTOR_ERR_NO_MEMORY;
     for (int64_t n = 0; n < 2 || ret == ROTOR_ERR_NO_MEMORY; n++) {
         rotor_dataflow_t graph;
-        rotor_program_t programs[2 * POINTS];
-        rotor_cost_t costs[2 * POINTS];
+        rotor_plan_t plans[2 * POINTS];
+        rotor_plan_t lowest = {.cost = {0}};
         int64_t count = 0;
-        int64_t least = 0;
         int64_t joint = 0;
         build(&graph, n == 0 ? 30 : 6, 7);
-        for (int32_t k = 0; k < 2 * POINTS; k++) {
-            rotor_program_init(&programs[k]);
-        }
+        memset(plans, 0, sizeof(plans));
         rotor_testing_fail_after(n == 0 ? 0 : n * 7);
-        ret = rotor_joint_curve(&graph, &plain, POINTS, &options, NULL, programs, costs, &count,
-                                &least);
+        ret = rotor_planner_curve(&graph, POINTS, &options, NULL, plans, &count, &lowest);
         rotor_testing_fail_after(0);
         CHECK(ret == ROTOR_OK || (n > 0 && ret == ROTOR_ERR_NO_MEMORY));
         for (int64_t k = 0; k < count && ret == ROTOR_OK; k++) {
-            rotor_cost_t again;
-            CHECK(rotor_program_simulate(&graph, &plain, programs[k].ops, programs[k].length,
-                                         &again, NULL, NULL, NULL) == ROTOR_OK);
-            CHECK(again.time_ns == costs[k].time_ns && again.peak_bytes == costs[k].peak_bytes);
-            joint += again.link_ns > 0;
+            check_plan(&graph, &plain, &plans[k], INT64_MAX);
+            joint += plans[k].cost.link_ns > 0;
         }
         CHECK(n > 0 || joint > 0);
-        for (int32_t k = 0; k < 2 * POINTS; k++) {
-            rotor_program_free(&programs[k]);
-        }
+        rotor_program_free(&lowest.program);
+        free_plans(plans, ret == ROTOR_OK ? 2 * POINTS : 0);
         rotor_dataflow_free(&graph);
     }
 }
 
 static void test_out_of_memory(void) {
-    rotor_planner_options_t options = {.random_runs = 0, .moves = 200, .seed = 1};
+    rotor_planner_options_t options = {.link = &plain, .random_runs = 0, .moves = 200, .seed = 1};
     rotor_dataflow_t graph;
-    rotor_program_t program;
+    rotor_plan_t plan = {.cost = {0}};
     int ret = ROTOR_ERR_NO_MEMORY;
     build(&graph, 8, 4);
-    rotor_program_init(&program);
-    int64_t budget = in_order(&graph, &program) * 3 / 5;
+    int64_t budget = in_order(&graph, &plan.program) * 3 / 5;
     for (int64_t n = 1; ret == ROTOR_ERR_NO_MEMORY; n++) {
-        rotor_cost_t cost;
-        int64_t minimum;
         rotor_testing_fail_after(n);
-        ret = rotor_joint_plan(&graph, &plain, budget, &options, NULL, &program, &cost, &minimum);
+        ret = rotor_planner_plan(&graph, budget, &options, NULL, &plan);
         rotor_testing_fail_after(0);
     }
     CHECK(ret == ROTOR_OK);
-    rotor_program_free(&program);
+    rotor_program_free(&plan.program);
     rotor_dataflow_free(&graph);
 }
 
