@@ -6,9 +6,9 @@ a script trains on the CPU. Each prints the bits of its losses.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
+
+import children
 
 __all__ = ["SCRIPTS", "environment"]
 
@@ -373,6 +373,5 @@ SCRIPTS: Mapping[str, str] = {name: BEGIN + body + END for name, body in _BODIES
 
 def environment(steps: int, card_bytes: int | None = None) -> dict[str, str]:
     """Return the environment of a script that trains for some steps."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     card = {} if card_bytes is None else {"CARD": str(card_bytes)}
-    return os.environ | {"STEPS": str(steps), "PYTHONPATH": os.pathsep.join(paths), **card}
+    return children.environment(STEPS=str(steps), **card)

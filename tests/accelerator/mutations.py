@@ -35,17 +35,17 @@ BLOCKS = "rotor/engines/graph/captured_step.py"
 LEVEL = "rotor/meter/reserving.py"
 METER = "rotor/meter/allocator.py"
 EMIT = "rotor/engines/graph/emit.py"
-GRAPH = "tests/test_sim_graph.py -k draws"
-CHAIN = "tests/test_sim_chain.py -k bit_equal"
-DYNAMIC = "tests/test_sim_dynamic.py"
-DEFECTS = "tests/test_sim_defects.py -k "
-FIRST = "tests/test_sim_first_step.py -k "
+GRAPH = "tests/devices/test_sim_graph.py -k draws"
+CHAIN = "tests/devices/test_sim_chain.py -k bit_equal"
+DYNAMIC = "tests/devices/test_sim_dynamic.py"
+DEFECTS = "tests/devices/test_sim_defects.py -k "
+FIRST = "tests/devices/test_sim_first_step.py -k "
 POOLING = "rotor/engines/graph/pooling.py"
-POOLS = "tests/test_sim_pools.py -k "
-RESERVED = "tests/test_sim_reserved.py -k "
+POOLS = "tests/devices/test_sim_pools.py -k "
+RESERVED = "tests/devices/test_sim_reserved.py -k "
 HOST = "rotor/tier/host.py"
 MOVES = "rotor/engines/graph/moves.py"
-TIER = "tests/test_sim_tier.py -k "
+TIER = "tests/devices/test_sim_tier.py -k "
 
 MUTATIONS = [
     Mutation("a graph's replayed draws start from their state", EMIT,
@@ -55,31 +55,31 @@ MUTATIONS = [
     Mutation("a chain's replayed draws start from their state", "rotor/common/generators.py",
              "generator.set_state(state)", "pass", CHAIN),
     Mutation("measuring puts random states back", "rotor/common/undisturbed.py",
-             "self._rng.write(self._states)", "pass", "tests/test_sim_chain.py -k draws"),
+             "self._rng.write(self._states)", "pass", "tests/devices/test_sim_chain.py -k draws"),
     Mutation("the device's own generator is kept", DEVICES,
              "found: Generator = generators[index]", "found = torch.default_generator", CHAIN),
     Mutation("the dynamic engine keeps the device's generator", "rotor/dtr/runtime.py",
              "return devices.generator_of(self.device)", "return torch.default_generator", DYNAMIC),
     Mutation("libraries are prepared before measuring", "rotor/wrapper/driver.py",
-             "devices.prepare(device)", "pass", "tests/test_sim_first_step.py"),
+             "devices.prepare(device)", "pass", "tests/devices/test_sim_first_step.py"),
     Mutation("the thread of backwards is prepared too", DEVICES,
              "torch.autograd.grad((matrix @ matrix).sum(), matrix)", "matrix @ matrix",
-             "tests/test_sim_first_step.py"),
+             "tests/devices/test_sim_first_step.py"),
     Mutation("cached memory is given back after measuring", "rotor/wrapper/driver.py",
              "devices.release_cached(device)", "pass", DEFECTS + "cached"),
     Mutation("a meter waits for the last node of a backward", DEVICES,
              "nothing.view(0).backward(torch.empty(0, device=device))", "pass",
-             "tests/test_sim_meter.py"),
+             "tests/devices/test_sim_meter.py"),
     Mutation("a meter pauses the collector", METER, "self._pause.begin()\n        try:",
-             "try:", "tests/test_sim_meter.py"),
+             "try:", "tests/devices/test_sim_meter.py"),
     Mutation("a meter resets the peak", DEVICES,
              "torch.accelerator.reset_peak_memory_stats(device)", "pass",
-             "tests/test_sim_meter.py"),
+             "tests/devices/test_sim_meter.py"),
     Mutation("free bytes include cached ones", METER,
              "free += devices.reserved_bytes(device) - allocated", "pass",
-             "tests/test_sim_meter.py"),
+             "tests/devices/test_sim_meter.py"),
     Mutation("free bytes are within the process's fraction", METER,
-             "devices.memory_fraction(device)", "1.0", "tests/test_sim_meter.py"),
+             "devices.memory_fraction(device)", "1.0", "tests/devices/test_sim_meter.py"),
     Mutation("plans include the slack of large blocks", BLOCKS,
              "needed = found.allocated_peak_bytes", "needed = 0", RESERVED + "allocated_limits"),
     Mutation("reserved limits price reserved bytes", BLOCKS,
@@ -122,23 +122,23 @@ MUTATIONS = [
              "if 2 * needed < plan.reserve_bytes:", "if False:", FIRST + "shrinks"),
     Mutation("measuring leaves peak statistics", METER, "if not is_traced:\n                "
              "devices.reset_peak(self.device)", "devices.reset_peak(self.device)",
-             "tests/test_sim_meter.py -k statistics"),
+             "tests/devices/test_sim_meter.py -k statistics"),
     Mutation("metered steps read events", METER,
              "return main_thread.is_current() and not by_counters",
-             "return False", "tests/test_sim_meter.py -k statistics"),
+             "return False", "tests/devices/test_sim_meter.py -k statistics"),
     Mutation("the main thread ends a step's trace", METER,
              "main_thread.at_return_of_backward(self._note_end, done, failed)",
-             "super().at_end_of_backward(done, failed)", "tests/test_sim_meter.py"),
+             "super().at_end_of_backward(done, failed)", "tests/devices/test_sim_meter.py"),
     Mutation("backwards of other threads are noticed", METER,
              "elif core.profiler_enabled_here():", "else:\n            "
              "main_thread.at_return_of_backward(self._note_end, done, failed)\n        if False:",
-             "tests/test_sim_meter.py -k another_thread"),
+             "tests/devices/test_sim_meter.py -k another_thread"),
     Mutation("levels at marks are the counters'", METER,
              "self._levels.append(devices.allocated_bytes(self.device) - self._base)",
-             "self._levels.append(0)", "tests/test_sim_meter.py"),
+             "self._levels.append(0)", "tests/devices/test_sim_meter.py"),
     Mutation("the CPU takes no reserved limit", "rotor/engines/graph/counting.py",
              'if counts == "reserved" and device.type == "cpu":', "if False:",
-             "tests/test_counts.py"),
+             "tests/engines/test_counts.py"),
     Mutation("a write to the host waits for the value", HOST,
              "to_host.wait_event(computing.record_event())", "pass", TIER + "for_the_value"),
     Mutation("a fetch waits for its memory", HOST,
@@ -157,7 +157,7 @@ MUTATIONS = [
     Mutation("a step waits for fetches before their first use", MOVES,
              'writer.lines.append(f"tier.fetched({storage})")', "pass", TIER + "as_large"),
     Mutation("a clock waits for its last event", "rotor/timing.py",
-             "self._events[1].synchronize()", "pass", "tests/test_timing.py -k cuda"),
+             "self._events[1].synchronize()", "pass", "tests/algorithms/test_timing.py -k cuda"),
     Mutation("times leave launches out", "rotor/timing.py", "devices.occupy(self._device)", "pass",
              DEFECTS + "launches"),
     Mutation("the runtime waits for no event", "rotor/dtr/signatures.py",
@@ -182,10 +182,11 @@ MUTATIONS = [
     Mutation("pools are priced", BLOCKS, "(pool or found).reserved_peak_bytes",
              "found.reserved_peak_bytes", POOLS + "needs_less"),
     Mutation("blocks are allocated early", POOLING, "return torch.empty(nbytes",
-             "return torch.empty(0 * nbytes", "tests/test_sim_early_blocks.py -k hold_a_limit"),
+             "return torch.empty(0 * nbytes",
+             "tests/devices/test_sim_early_blocks.py -k hold_a_limit"),
     Mutation("another plan's cached memory goes first", LEVEL,
              "self._allocated_bytes = None\n            _latest", "_latest",
-             "tests/test_sim_early_blocks.py -k other_shapes"),
+             "tests/devices/test_sim_early_blocks.py -k other_shapes"),
     Mutation("orders within operations are priced", "rotor/graph/blocks.py",
              "known[-is_second] if known else", "", POOLS + "priced"),
     Mutation("both blocks of one size may be the freed one",

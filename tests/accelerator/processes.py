@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 
 __all__ = ["earlier_end", "is_child", "run_elsewhere"]
@@ -70,9 +71,6 @@ def _reports_of(names: Sequence[str], config: pytest.Config) -> dict[str, list[A
     with tempfile.TemporaryDirectory() as folder:
         reports = Path(folder) / "reports"
         reports.touch()
-        tests = str(Path(__file__).parent.parent)
-        paths = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), _REPORTS: str(reports)}
         command = [
             sys.executable,
             "-m",
@@ -85,7 +83,7 @@ def _reports_of(names: Sequence[str], config: pytest.Config) -> dict[str, list[A
         done = subprocess.run(
             [*command, *names],
             cwd=config.rootpath,
-            env=environment,
+            env=children.environment(**{_REPORTS: str(reports)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
