@@ -22,36 +22,20 @@ typedef struct {
     int64_t work;   /* steps left */
 } flow_t;
 
-static int flow_init(flow_t *f, int64_t nodes, int64_t arcs) {
-    *f = (flow_t){.node_count = (int32_t)nodes, .work = MOST_WORK};
-    f->first = rotor_malloc_array(nodes, sizeof(*f->first));
-    f->next = rotor_malloc_array(arcs, sizeof(*f->next));
-    f->to = rotor_malloc_array(arcs, sizeof(*f->to));
-    f->left = rotor_malloc_array(arcs, sizeof(*f->left));
-    f->more = rotor_calloc((size_t)nodes, sizeof(*f->more));
-    f->lack = rotor_calloc((size_t)nodes, sizeof(*f->lack));
-    f->level = rotor_malloc_array(nodes, sizeof(*f->level));
-    f->at = rotor_malloc_array(nodes, sizeof(*f->at));
-    f->queue = rotor_malloc_array(nodes, sizeof(*f->queue));
-    if (f->first == NULL || f->next == NULL || f->to == NULL || f->left == NULL ||
-        f->more == NULL || f->lack == NULL || f->level == NULL || f->at == NULL ||
-        f->queue == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    memset(f->first, -1, (size_t)nodes * sizeof(*f->first));
-    return ROTOR_OK;
+static int flow_arrays(flow_t *f, int64_t nodes, int64_t arcs, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(f->first, nodes), ROTOR_ARRAY(f->next, arcs), ROTOR_ARRAY(f->to, arcs),
+        ROTOR_ARRAY(f->left, arcs), ROTOR_ARRAY(f->more, nodes), ROTOR_ARRAY(f->lack, nodes),
+        ROTOR_ARRAY(f->level, nodes), ROTOR_ARRAY(f->at, nodes), ROTOR_ARRAY(f->queue, nodes));
 }
 
-static void flow_free(flow_t *f) {
-    rotor_free(f->first);
-    rotor_free(f->next);
-    rotor_free(f->to);
-    rotor_free(f->left);
-    rotor_free(f->more);
-    rotor_free(f->lack);
-    rotor_free(f->level);
-    rotor_free(f->at);
-    rotor_free(f->queue);
+static int flow_init(flow_t *f, int64_t nodes, int64_t arcs) {
+    *f = (flow_t){.node_count = (int32_t)nodes, .work = MOST_WORK};
+    int ret = flow_arrays(f, nodes, arcs, true);
+    if (ret == ROTOR_OK) {
+        memset(f->first, -1, (size_t)nodes * sizeof(*f->first));
+    }
+    return ret;
 }
 
 static int32_t add_arc(flow_t *f, int32_t from, int32_t to, int64_t most) {
@@ -224,7 +208,7 @@ static int cuts_init(cuts_t *c, const rotor_dataflow_t *g) {
 }
 
 static void cuts_free(cuts_t *c) {
-    flow_free(&c->flow);
+    (void)flow_arrays(&c->flow, 0, 0, false);
     rotor_free(c->full);
     rotor_free(c->heavy);
 }

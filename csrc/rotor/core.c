@@ -1,6 +1,7 @@
 #include "core.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 const char *rotor_strerror(int status) {
     switch (status) {
@@ -120,6 +121,23 @@ int rotor_array_bytes(int64_t count_of, size_t size, size_t *bytes) {
 void *rotor_malloc_array(int64_t count_of, size_t size) {
     size_t bytes;
     return rotor_array_bytes(count_of, size, &bytes) == ROTOR_OK ? rotor_malloc(bytes) : NULL;
+}
+
+int rotor_arrays(bool is_new, const rotor_array_t *arrays, size_t count_of) {
+    int ret = ROTOR_OK;
+    for (size_t k = 0; k < count_of; k++) {
+        void *block;
+        size_t bytes = 0;
+        memcpy(&block, arrays[k].place, sizeof(block));
+        if (!is_new) {
+            rotor_free(block);
+        }
+        bool fits = rotor_array_bytes(arrays[k].count, arrays[k].size, &bytes) == ROTOR_OK;
+        block = is_new && fits ? rotor_calloc(bytes, 1) : NULL;
+        ret = is_new && block == NULL ? ROTOR_ERR_NO_MEMORY : ret;
+        memcpy(arrays[k].place, &block, sizeof(block));
+    }
+    return ret;
 }
 
 int rotor_ask(const rotor_callback_t *callback, int64_t done, int64_t total) {

@@ -62,6 +62,23 @@ int rotor_array_bytes(int64_t count, size_t size, size_t *bytes);
 /* malloc of count elements of `size` bytes; NULL when memory is short or the product overflows. */
 void *rotor_malloc_array(int64_t count, size_t size);
 
+/* Arrays that come and go together. */
+typedef struct {
+    void *place; /* of the pointer to the first element */
+    int64_t count;
+    size_t size;
+} rotor_array_t;
+
+#define ROTOR_ARRAY(items, count) {&(items), (count), sizeof(*(items))}
+
+/* Allocates all of them, zeroed, or frees them; evaluates to a status. Where memory is short the ones that
+ * it has none for are NULL, and the caller frees all. */
+#define ROTOR_ARRAYS(is_new, ...)                                   \
+    rotor_arrays((is_new), (const rotor_array_t[]){__VA_ARGS__},    \
+                 sizeof((const rotor_array_t[]){__VA_ARGS__}) / sizeof(rotor_array_t))
+
+int rotor_arrays(bool is_new, const rotor_array_t *arrays, size_t count);
+
 #ifdef ROTOR_TESTING
 /* Makes the n-th allocation from now on fail (1 = the next), and all after it; 0 = none fails. */
 void rotor_testing_fail_after(int64_t n);

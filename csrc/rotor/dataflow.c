@@ -7,25 +7,20 @@
 
 void rotor_dataflow_init(rotor_dataflow_t *self) { memset(self, 0, sizeof(*self)); }
 
+static int dataflow_arrays(rotor_dataflow_t *g, int64_t n, int64_t m, int64_t inputs, int64_t outputs,
+                           bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(g->cost_ns, n), ROTOR_ARRAY(g->workspace_bytes, n),
+        ROTOR_ARRAY(g->light_bytes, n), ROTOR_ARRAY(g->output_bytes, n), ROTOR_ARRAY(g->tape, n),
+        ROTOR_ARRAY(g->phase, n), ROTOR_ARRAY(g->flags, n), ROTOR_ARRAY(g->input_start, n + 1),
+        ROTOR_ARRAY(g->inputs, inputs), ROTOR_ARRAY(g->output_start, n + 1),
+        ROTOR_ARRAY(g->outputs, outputs), ROTOR_ARRAY(g->bytes, m), ROTOR_ARRAY(g->pinned, m),
+        ROTOR_ARRAY(g->fixed, m), ROTOR_ARRAY(g->lazy, m), ROTOR_ARRAY(g->producer, m),
+        ROTOR_ARRAY(g->user_start, m + 1), ROTOR_ARRAY(g->users, inputs));
+}
+
 void rotor_dataflow_free(rotor_dataflow_t *self) {
-    rotor_free(self->cost_ns);
-    rotor_free(self->workspace_bytes);
-    rotor_free(self->light_bytes);
-    rotor_free(self->output_bytes);
-    rotor_free(self->tape);
-    rotor_free(self->phase);
-    rotor_free(self->flags);
-    rotor_free(self->input_start);
-    rotor_free(self->inputs);
-    rotor_free(self->output_start);
-    rotor_free(self->outputs);
-    rotor_free(self->bytes);
-    rotor_free(self->pinned);
-    rotor_free(self->fixed);
-    rotor_free(self->lazy);
-    rotor_free(self->producer);
-    rotor_free(self->user_start);
-    rotor_free(self->users);
+    (void)dataflow_arrays(self, 0, 0, 0, 0, false);
     rotor_dataflow_init(self);
 }
 
@@ -114,32 +109,7 @@ static int dataflow_allocate(rotor_dataflow_t *g, const rotor_dataflow_arrays_t 
     int64_t m = a->storage_count;
     g->operation_count = (int32_t)n;
     g->storage_count = (int32_t)m;
-    g->cost_ns = rotor_malloc_array(n, sizeof(*g->cost_ns));
-    g->workspace_bytes = rotor_malloc_array(n, sizeof(*g->workspace_bytes));
-    g->light_bytes = rotor_malloc_array(n, sizeof(*g->light_bytes));
-    g->output_bytes = rotor_malloc_array(n, sizeof(*g->output_bytes));
-    g->tape = rotor_malloc_array(n, sizeof(*g->tape));
-    g->phase = rotor_malloc_array(n, sizeof(*g->phase));
-    g->flags = rotor_malloc_array(n, sizeof(*g->flags));
-    g->input_start = rotor_malloc_array(n + 1, sizeof(*g->input_start));
-    g->inputs = rotor_malloc_array(a->input_start[n], sizeof(*g->inputs));
-    g->output_start = rotor_malloc_array(n + 1, sizeof(*g->output_start));
-    g->outputs = rotor_malloc_array(a->output_start[n], sizeof(*g->outputs));
-    g->bytes = rotor_malloc_array(m, sizeof(*g->bytes));
-    g->pinned = rotor_malloc_array(m, sizeof(*g->pinned));
-    g->fixed = rotor_malloc_array(m, sizeof(*g->fixed));
-    g->lazy = rotor_malloc_array(m, sizeof(*g->lazy));
-    g->producer = rotor_malloc_array(m, sizeof(*g->producer));
-    g->user_start = rotor_calloc((size_t)m + 1, sizeof(*g->user_start));
-    g->users = rotor_malloc_array(a->input_start[n], sizeof(*g->users));
-    return g->cost_ns == NULL || g->workspace_bytes == NULL || g->light_bytes == NULL ||
-                   g->output_bytes == NULL || g->tape == NULL || g->lazy == NULL ||
-                   g->phase == NULL || g->flags == NULL || g->input_start == NULL ||
-                   g->inputs == NULL || g->output_start == NULL || g->outputs == NULL ||
-                   g->bytes == NULL || g->pinned == NULL || g->fixed == NULL || g->producer == NULL ||
-                   g->user_start == NULL || g->users == NULL
-               ? ROTOR_ERR_NO_MEMORY
-               : ROTOR_OK;
+    return dataflow_arrays(g, n, m, a->input_start[n], a->output_start[n], true);
 }
 
 /* Inputs of operation k, each once: `seen[s]` is the last operation that was found to read s. */

@@ -50,6 +50,15 @@ int64_t rotor_link_read_ns(const rotor_link_t *self, int64_t bytes) {
     return transfer_ns(self, bytes, self->read_bytes_per_s);
 }
 
+void rotor_link_times(const rotor_link_t *self, const rotor_dataflow_t *graph, int64_t *write_ns,
+                      int64_t *read_ns) {
+    for (int32_t s = 0; s < graph->storage_count; s++) {
+        bool moves = rotor_link_moves(self, graph, s);
+        write_ns[s] = moves ? rotor_link_write_ns(self, graph->bytes[s]) : -1;
+        read_ns[s] = moves ? rotor_link_read_ns(self, graph->bytes[s]) : -1;
+    }
+}
+
 int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64_t bytes) {
     int64_t ns = rotor_link_write_ns(link, bytes);
     self->write_free = rotor_link_later(rotor_max(self->write_free, self->now), ns);

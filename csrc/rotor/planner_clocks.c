@@ -4,31 +4,23 @@
 
 void rotor_clock_blocks_init(rotor_clock_blocks_t *self) { memset(self, 0, sizeof(*self)); }
 
+static int clock_arrays(rotor_clock_blocks_t *self, int64_t slots, int64_t m, bool is_new) {
+    int64_t blocks = slots / ROTOR_BLOCK + 1;
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(self->kept, blocks), ROTOR_ARRAY(self->tried, blocks),
+        ROTOR_ARRAY(self->kept_ready, slots), ROTOR_ARRAY(self->tried_ready, slots),
+        ROTOR_ARRAY(self->kept_written, m), ROTOR_ARRAY(self->tried_written, m));
+}
+
 void rotor_clock_blocks_free(rotor_clock_blocks_t *self) {
-    rotor_free(self->kept);
-    rotor_free(self->tried);
-    rotor_free(self->kept_ready);
-    rotor_free(self->tried_ready);
-    rotor_free(self->kept_written);
-    rotor_free(self->tried_written);
+    (void)clock_arrays(self, 0, 0, false);
     rotor_clock_blocks_init(self);
 }
 
 static int clocks_allocate(rotor_clock_blocks_t *self, int32_t capacity, int64_t m) {
-    int64_t blocks = capacity / ROTOR_BLOCK + 1;
     rotor_clock_blocks_free(self);
-    self->kept = rotor_malloc_array(blocks, sizeof(*self->kept));
-    self->tried = rotor_malloc_array(blocks, sizeof(*self->tried));
-    self->kept_ready = rotor_malloc_array(capacity, sizeof(*self->kept_ready));
-    self->tried_ready = rotor_malloc_array(capacity, sizeof(*self->tried_ready));
-    self->kept_written = rotor_malloc_array(m, sizeof(*self->kept_written));
-    self->tried_written = rotor_malloc_array(m, sizeof(*self->tried_written));
-    if (self->kept == NULL || self->tried == NULL || self->kept_ready == NULL ||
-        self->tried_ready == NULL || self->kept_written == NULL || self->tried_written == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
     self->slot_capacity = capacity;
-    return ROTOR_OK;
+    return clock_arrays(self, capacity, m, true);
 }
 
 int rotor_clock_blocks_load(rotor_clock_blocks_t *self, rotor_slots_t *slots) {

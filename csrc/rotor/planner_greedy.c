@@ -40,65 +40,24 @@ void rotor_setting_random(rotor_random_t *random, rotor_setting_t *setting) {
 
 void rotor_greedy_init(rotor_greedy_t *self) { memset(self, 0, sizeof(*self)); }
 
+static int greedy_arrays(rotor_greedy_t *g, int64_t n, int64_t m, int64_t uses, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(g->positions, n), ROTOR_ARRAY(g->uses, uses), ROTOR_ARRAY(g->cursor, m),
+        ROTOR_ARRAY(g->next_use, m), ROTOR_ARRAY(g->size_score, m), ROTOR_ARRAY(g->cost_log, m),
+        ROTOR_ARRAY(g->distance_log, n + 2), ROTOR_ARRAY(g->log_table, n + 2),
+        ROTOR_ARRAY(g->is_live, m), ROTOR_ARRAY(g->is_clean, m), ROTOR_ARRAY(g->is_kept, m),
+        ROTOR_ARRAY(g->locks, m), ROTOR_ARRAY(g->live, m), ROTOR_ARRAY(g->slot, m),
+        ROTOR_ARRAY(g->stamp, n), ROTOR_ARRAY(g->stack, m + n), ROTOR_ARRAY(g->frames, n + 1),
+        ROTOR_ARRAY(g->frame_locks, n + 1), ROTOR_ARRAY(g->wants_tape, n + 1),
+        ROTOR_ARRAY(g->visited, n + 1));
+}
+
 void rotor_greedy_free(rotor_greedy_t *self) {
     const rotor_link_t *link = self->tier.link;
     rotor_greedy_tier_free(&self->tier);
-    rotor_free(self->positions);
-    rotor_free(self->uses);
-    rotor_free(self->cursor);
-    rotor_free(self->next_use);
-    rotor_free(self->size_score);
-    rotor_free(self->cost_log);
-    rotor_free(self->distance_log);
-    rotor_free(self->log_table);
-    rotor_free(self->is_live);
-    rotor_free(self->is_clean);
-    rotor_free(self->is_kept);
-    rotor_free(self->locks);
-    rotor_free(self->live);
-    rotor_free(self->slot);
-    rotor_free(self->stamp);
-    rotor_free(self->stack);
-    rotor_free(self->frames);
-    rotor_free(self->frame_locks);
-    rotor_free(self->wants_tape);
-    rotor_free(self->visited);
+    (void)greedy_arrays(self, 0, 0, 0, false);
     rotor_greedy_init(self);
     self->tier.link = link;
-}
-
-static int greedy_allocate(rotor_greedy_t *g) {
-    int64_t n = g->graph->operation_count;
-    int64_t m = g->graph->storage_count;
-    g->positions = rotor_malloc_array(n, sizeof(*g->positions));
-    g->uses = rotor_malloc_array(g->graph->user_start[m], sizeof(*g->uses));
-    g->cursor = rotor_malloc_array(m, sizeof(*g->cursor));
-    g->next_use = rotor_malloc_array(m, sizeof(*g->next_use));
-    g->size_score = rotor_malloc_array(m, sizeof(*g->size_score));
-    g->cost_log = rotor_malloc_array(m, sizeof(*g->cost_log));
-    g->distance_log = rotor_malloc_array(n + 2, sizeof(*g->distance_log));
-    g->log_table = rotor_malloc_array(n + 2, sizeof(*g->log_table));
-    g->is_live = rotor_malloc_array(m, sizeof(*g->is_live));
-    g->is_clean = rotor_malloc_array(m, sizeof(*g->is_clean));
-    g->is_kept = rotor_malloc_array(m, sizeof(*g->is_kept));
-    g->locks = rotor_malloc_array(m, sizeof(*g->locks));
-    g->live = rotor_malloc_array(m, sizeof(*g->live));
-    g->slot = rotor_malloc_array(m, sizeof(*g->slot));
-    g->stamp = rotor_calloc((size_t)n, sizeof(*g->stamp));
-    g->stack = rotor_malloc_array(m + n, sizeof(*g->stack));
-    g->frames = rotor_malloc_array(n + 1, sizeof(*g->frames));
-    g->frame_locks = rotor_malloc_array(n + 1, sizeof(*g->frame_locks));
-    g->wants_tape = rotor_malloc_array(n + 1, sizeof(*g->wants_tape));
-    g->visited = rotor_malloc_array(n + 1, sizeof(*g->visited));
-    return g->positions == NULL || g->uses == NULL || g->cursor == NULL || g->next_use == NULL ||
-                   g->size_score == NULL || g->cost_log == NULL || g->distance_log == NULL ||
-                   g->log_table == NULL || g->is_live == NULL || g->is_clean == NULL ||
-                   g->is_kept == NULL || g->locks == NULL ||
-                   g->live == NULL || g->slot == NULL || g->stamp == NULL || g->stack == NULL ||
-                   g->frames == NULL || g->frame_locks == NULL || g->wants_tape == NULL ||
-                   g->visited == NULL
-               ? ROTOR_ERR_NO_MEMORY
-               : ROTOR_OK;
 }
 
 static void sort_uses(rotor_greedy_t *g) {
@@ -122,7 +81,9 @@ int rotor_greedy_prepare(rotor_greedy_t *self, const rotor_dataflow_t *graph,
     self->order = order;
     if (self->graph == NULL) {
         self->graph = graph;
-        if ((ret = greedy_allocate(self)) != ROTOR_OK ||
+        int64_t m = graph->storage_count;
+        ret = greedy_arrays(self, graph->operation_count, m, graph->user_start[m], true);
+        if (ret != ROTOR_OK ||
             (ret = rotor_greedy_tier_prepare(&self->tier, graph)) != ROTOR_OK) {
             goto out;
         }

@@ -2,40 +2,28 @@
 
 #include <string.h>
 
+static int tier_arrays(rotor_greedy_tier_t *self, int64_t m, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(self->write_ns, m), ROTOR_ARRAY(self->read_ns, m),
+        ROTOR_ARRAY(self->made_ns, m), ROTOR_ARRAY(self->remake_ns, m),
+        ROTOR_ARRAY(self->is_written, m), ROTOR_ARRAY(self->is_away, m),
+        ROTOR_ARRAY(self->is_padded, m));
+}
+
 void rotor_greedy_tier_free(rotor_greedy_tier_t *self) {
     const rotor_link_t *link = self->link;
-    rotor_free(self->write_ns);
-    rotor_free(self->read_ns);
-    rotor_free(self->made_ns);
-    rotor_free(self->remake_ns);
-    rotor_free(self->is_written);
-    rotor_free(self->is_away);
-    rotor_free(self->is_padded);
+    (void)tier_arrays(self, 0, false);
     *self = (rotor_greedy_tier_t){.link = link};
 }
 
 int rotor_greedy_tier_prepare(rotor_greedy_tier_t *self, const rotor_dataflow_t *graph) {
-    int64_t m = graph->storage_count;
     if (self->link == NULL) {
         return ROTOR_OK;
     }
-    self->write_ns = rotor_malloc_array(m, sizeof(*self->write_ns));
-    self->read_ns = rotor_malloc_array(m, sizeof(*self->read_ns));
-    self->made_ns = rotor_malloc_array(m, sizeof(*self->made_ns));
-    self->remake_ns = rotor_malloc_array(m, sizeof(*self->remake_ns));
-    self->is_written = rotor_malloc_array(m, sizeof(*self->is_written));
-    self->is_away = rotor_malloc_array(m, sizeof(*self->is_away));
-    self->is_padded = rotor_malloc_array(m, sizeof(*self->is_padded));
-    if (self->write_ns == NULL || self->read_ns == NULL || self->made_ns == NULL ||
-        self->remake_ns == NULL || self->is_written == NULL || self->is_away == NULL ||
-        self->is_padded == NULL) {
+    if (tier_arrays(self, graph->storage_count, true) != ROTOR_OK) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    for (int32_t s = 0; s < m; s++) {
-        bool moves = rotor_link_moves(self->link, graph, s);
-        self->write_ns[s] = moves ? rotor_link_write_ns(self->link, graph->bytes[s]) : -1;
-        self->read_ns[s] = moves ? rotor_link_read_ns(self->link, graph->bytes[s]) : -1;
-    }
+    rotor_link_times(self->link, graph, self->write_ns, self->read_ns);
     return ROTOR_OK;
 }
 

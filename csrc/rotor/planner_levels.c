@@ -6,23 +6,21 @@
 
 void rotor_levels_init(rotor_levels_t *self) { memset(self, 0, sizeof(*self)); }
 
+static int level_arrays(rotor_levels_t *self, int64_t blocks, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(self->level, blocks * BLOCK), ROTOR_ARRAY(self->block_level, blocks),
+        ROTOR_ARRAY(self->block_most, blocks));
+}
+
 void rotor_levels_free(rotor_levels_t *self) {
-    rotor_free(self->level);
-    rotor_free(self->block_level);
-    rotor_free(self->block_most);
+    (void)level_arrays(self, 0, false);
     rotor_levels_init(self);
 }
 
 static int levels_allocate(rotor_levels_t *self, int64_t capacity) {
     rotor_levels_free(self);
-    self->level = rotor_malloc_array(capacity * BLOCK, sizeof(*self->level));
-    self->block_level = rotor_malloc_array(capacity, sizeof(*self->block_level));
-    self->block_most = rotor_malloc_array(capacity, sizeof(*self->block_most));
-    if (self->level == NULL || self->block_level == NULL || self->block_most == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
     self->block_capacity = (int32_t)capacity;
-    return ROTOR_OK;
+    return level_arrays(self, capacity, true);
 }
 
 int rotor_levels_reset(rotor_levels_t *self, int32_t block_count) {

@@ -4,31 +4,24 @@
 
 void rotor_prefetch_init(rotor_prefetch_t *self) { memset(self, 0, sizeof(*self)); }
 
+static int prefetch_arrays(rotor_prefetch_t *q, int64_t length, int64_t m, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(q->peak, length), ROTOR_ARRAY(q->begin, length), ROTOR_ARRAY(q->first, length),
+        ROTOR_ARRAY(q->next, length), ROTOR_ARRAY(q->ops, length), ROTOR_ARRAY(q->next_use, m));
+}
+
 void rotor_prefetch_free(rotor_prefetch_t *self) {
-    rotor_free(self->peak);
-    rotor_free(self->begin);
-    rotor_free(self->first);
-    rotor_free(self->next);
-    rotor_free(self->ops);
-    rotor_free(self->next_use);
+    (void)prefetch_arrays(self, 0, 0, false);
     rotor_prefetch_init(self);
 }
 
 static int reserve(rotor_prefetch_t *q, const rotor_dataflow_t *graph, int64_t length) {
-    int ret = ROTOR_OK;
     if (length <= q->capacity && graph->storage_count <= q->storage_count) {
         return ROTOR_OK;
     }
     rotor_prefetch_free(q);
-    q->peak = rotor_malloc_array(length, sizeof(*q->peak));
-    q->begin = rotor_malloc_array(length, sizeof(*q->begin));
-    q->first = rotor_malloc_array(length, sizeof(*q->first));
-    q->next = rotor_malloc_array(length, sizeof(*q->next));
-    q->ops = rotor_malloc_array(length, sizeof(*q->ops));
-    q->next_use = rotor_malloc_array(graph->storage_count, sizeof(*q->next_use));
-    if (q->peak == NULL || q->begin == NULL || q->first == NULL || q->next == NULL ||
-        q->ops == NULL || q->next_use == NULL) {
-        ret = ROTOR_ERR_NO_MEMORY;
+    int ret = prefetch_arrays(q, length, graph->storage_count, true);
+    if (ret != ROTOR_OK) {
         goto out;
     }
     q->capacity = length;

@@ -10,38 +10,38 @@
 
 void rotor_slots_init(rotor_slots_t *self) { memset(self, 0, sizeof(*self)); }
 
-static void moving_free(rotor_moving_t *moving) {
-    rotor_free(moving->actions);
-    rotor_free(moving->list);
-    rotor_free(moving->list_at);
-    rotor_free(moving->write_ns);
-    rotor_free(moving->read_ns);
-    rotor_free(moving->tags);
-    rotor_free(moving->tagged);
-    rotor_free(moving->before_ns);
-    rotor_free(moving->block_ns);
-    rotor_levels_free(&moving->host);
-    memset(moving, 0, sizeof(*moving));
+static int graph_arrays(rotor_slots_t *p, int64_t n, int64_t m, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(p->size, m), ROTOR_ARRAY(p->workspace, n), ROTOR_ARRAY(p->tape_more, n),
+        ROTOR_ARRAY(p->events, m), ROTOR_ARRAY(p->runs, n), ROTOR_ARRAY(p->repeated, n),
+        ROTOR_ARRAY(p->repeated_at, n));
+}
+
+static int moving_arrays(rotor_moving_t *moving, int64_t m, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(moving->actions, m), ROTOR_ARRAY(moving->list, m),
+        ROTOR_ARRAY(moving->list_at, m), ROTOR_ARRAY(moving->write_ns, m),
+        ROTOR_ARRAY(moving->read_ns, m));
+}
+
+static int block_arrays(rotor_moving_t *moving, int64_t blocks, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(moving->tags, blocks * BLOCK), ROTOR_ARRAY(moving->tagged, blocks),
+        ROTOR_ARRAY(moving->before_ns, blocks * BLOCK), ROTOR_ARRAY(moving->block_ns, blocks));
 }
 
 void rotor_slots_free(rotor_slots_t *self) {
-    if (self->events != NULL) {
-        for (int32_t s = 0; s < self->graph->storage_count; s++) {
-            rotor_free(self->events[s].slots);
-        }
-    }
-    rotor_free(self->events);
-    rotor_free(self->size);
-    rotor_free(self->workspace);
-    rotor_free(self->tape_more);
-    rotor_free(self->op_at);
-    rotor_levels_free(&self->levels);
-    moving_free(&self->moving);
-    rotor_free(self->runs);
-    rotor_free(self->repeated);
-    rotor_free(self->repeated_at);
-    rotor_free(self->changes);
     const rotor_link_t *link = self->link;
+    for (int32_t s = 0; self->events != NULL && s < self->graph->storage_count; s++) {
+        rotor_free(self->events[s].slots);
+    }
+    (void)graph_arrays(self, 0, 0, false);
+    (void)moving_arrays(&self->moving, 0, false);
+    (void)block_arrays(&self->moving, 0, false);
+    rotor_levels_free(&self->moving.host);
+    rotor_levels_free(&self->levels);
+    rotor_free(self->op_at);
+    rotor_free(self->changes);
     rotor_slots_init(self);
     self->link = link;
 }
@@ -57,20 +57,10 @@ static int64_t most_bytes(const rotor_dataflow_t *graph, const rotor_link_t *lin
 static int moving_allocate(rotor_slots_t *p, const rotor_dataflow_t *graph) {
     rotor_moving_t *moving = &p->moving;
     int64_t m = graph->storage_count;
-    moving->actions = rotor_malloc_array(m, sizeof(*moving->actions));
-    moving->list = rotor_malloc_array(m, sizeof(*moving->list));
-    moving->list_at = rotor_malloc_array(m, sizeof(*moving->list_at));
-    moving->write_ns = rotor_malloc_array(m, sizeof(*moving->write_ns));
-    moving->read_ns = rotor_malloc_array(m, sizeof(*moving->read_ns));
-    if (moving->actions == NULL || moving->list == NULL || moving->list_at == NULL ||
-        moving->write_ns == NULL || moving->read_ns == NULL) {
+    if (moving_arrays(moving, m, true) != ROTOR_OK) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    for (int32_t s = 0; s < m; s++) {
-        bool moves = rotor_link_moves(p->link, graph, s);
-        moving->write_ns[s] = moves ? rotor_link_write_ns(p->link, graph->bytes[s]) : -1;
-        moving->read_ns[s] = moves ? rotor_link_read_ns(p->link, graph->bytes[s]) : -1;
-    }
+    rotor_link_times(p->link, graph, moving->write_ns, moving->read_ns);
     moving->padding = (int32_t)((p->link->padding_bytes + p->unit - 1) / p->unit);
     return ROTOR_OK;
 }
@@ -79,17 +69,9 @@ static int moving_reset(rotor_slots_t *p) {
     rotor_moving_t *moving = &p->moving;
     if (p->block_count > moving->block_capacity) {
         int64_t capacity = p->block_count + p->block_count / 4;
-        rotor_free(moving->tags);
-        rotor_free(moving->tagged);
-        rotor_free(moving->before_ns);
-        rotor_free(moving->block_ns);
+        (void)block_arrays(moving, 0, false);
         moving->block_capacity = 0;
-        moving->tags = rotor_malloc_array(capacity * BLOCK, sizeof(*moving->tags));
-        moving->tagged = rotor_malloc_array(capacity, sizeof(*moving->tagged));
-        moving->before_ns = rotor_malloc_array(capacity * BLOCK, sizeof(*moving->before_ns));
-        moving->block_ns = rotor_malloc_array(capacity, sizeof(*moving->block_ns));
-        if (moving->tags == NULL || moving->tagged == NULL || moving->before_ns == NULL ||
-            moving->block_ns == NULL) {
+        if (block_arrays(moving, capacity, true) != ROTOR_OK) {
             return ROTOR_ERR_NO_MEMORY;
         }
         moving->block_capacity = (int32_t)capacity;
@@ -122,16 +104,7 @@ static int allocate_graph(rotor_slots_t *p, const rotor_dataflow_t *graph) {
     if (p->link != NULL && moving_allocate(p, graph) != ROTOR_OK) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    p->size = rotor_malloc_array(m, sizeof(*p->size));
-    p->workspace = rotor_malloc_array(n, sizeof(*p->workspace));
-    p->tape_more = rotor_malloc_array(n, sizeof(*p->tape_more));
-    p->events = rotor_calloc((size_t)m, sizeof(*p->events));
-    p->runs = rotor_malloc_array(n, sizeof(*p->runs));
-    p->repeated = rotor_malloc_array(n, sizeof(*p->repeated));
-    p->repeated_at = rotor_malloc_array(n, sizeof(*p->repeated_at));
-    if (p->size == NULL || p->workspace == NULL || p->tape_more == NULL || p->events == NULL ||
-        p->runs == NULL ||
-        p->repeated == NULL || p->repeated_at == NULL) {
+    if (graph_arrays(p, n, m, true) != ROTOR_OK) {
         return ROTOR_ERR_NO_MEMORY;
     }
     for (int64_t s = 0; s < m; s++) {

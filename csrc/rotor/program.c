@@ -31,42 +31,34 @@ int rotor_program_assign(rotor_program_t *self, const int32_t *ops, int64_t leng
 
 void rotor_pricer_init(rotor_pricer_t *self) { memset(self, 0, sizeof(*self)); }
 
+static int pricer_arrays(rotor_pricer_t *self, int64_t n, int64_t m, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(self->made, m), ROTOR_ARRAY(self->last, m), ROTOR_ARRAY(self->needed, m),
+        ROTOR_ARRAY(self->copied, m), ROTOR_ARRAY(self->runs, n), ROTOR_ARRAY(self->next, n));
+}
+
+static int moves_arrays(rotor_moves_t *moves, int64_t m, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(moves->begun, m), ROTOR_ARRAY(moves->finished, m),
+        ROTOR_ARRAY(moves->unused, m), ROTOR_ARRAY(moves->until, m),
+        ROTOR_ARRAY(moves->fetched, m), ROTOR_ARRAY(moves->ready, m),
+        ROTOR_ARRAY(moves->written, m));
+}
+
 void rotor_pricer_free(rotor_pricer_t *self) {
     const rotor_link_t *link = self->link;
-    rotor_free(self->made);
-    rotor_free(self->last);
+    (void)pricer_arrays(self, 0, 0, false);
+    (void)moves_arrays(&self->moves, 0, false);
     rotor_free(self->ended);
-    rotor_free(self->runs);
-    rotor_free(self->next);
-    rotor_free(self->needed);
-    rotor_free(self->copied);
     rotor_free(self->light);
-    rotor_free(self->moves.begun);
-    rotor_free(self->moves.finished);
-    rotor_free(self->moves.unused);
-    rotor_free(self->moves.until);
-    rotor_free(self->moves.fetched);
-    rotor_free(self->moves.ready);
-    rotor_free(self->moves.written);
     rotor_free(self->moves.host);
     rotor_pricer_init(self);
     self->link = link;
 }
 
 static int moves_reserve(rotor_moves_t *moves, int64_t m, int64_t length) {
-    if (moves->begun == NULL) {
-        moves->begun = rotor_malloc_array(m, sizeof(*moves->begun));
-        moves->finished = rotor_malloc_array(m, sizeof(*moves->finished));
-        moves->unused = rotor_malloc_array(m, sizeof(*moves->unused));
-        moves->until = rotor_malloc_array(m, sizeof(*moves->until));
-        moves->fetched = rotor_malloc_array(m, sizeof(*moves->fetched));
-        moves->ready = rotor_malloc_array(m, sizeof(*moves->ready));
-        moves->written = rotor_malloc_array(m, sizeof(*moves->written));
-        if (moves->begun == NULL || moves->finished == NULL || moves->unused == NULL ||
-            moves->until == NULL || moves->fetched == NULL || moves->ready == NULL ||
-            moves->written == NULL) {
-            return ROTOR_ERR_NO_MEMORY;
-        }
+    if (moves->begun == NULL && moves_arrays(moves, m, true) != ROTOR_OK) {
+        return ROTOR_ERR_NO_MEMORY;
     }
     return rotor_grow((void **)&moves->host, &moves->capacity, length + 2, sizeof(*moves->host));
 }
@@ -74,20 +66,9 @@ static int moves_reserve(rotor_moves_t *moves, int64_t m, int64_t length) {
 static int program_reserve(rotor_pricer_t *self, const rotor_dataflow_t *graph, int64_t length) {
     int64_t m = graph->storage_count;
     int64_t n = graph->operation_count;
-    int ret = ROTOR_OK;
-
-    if (self->made == NULL) {
-        self->made = rotor_malloc_array(m, sizeof(*self->made));
-        self->last = rotor_malloc_array(m, sizeof(*self->last));
-        self->needed = rotor_malloc_array(m, sizeof(*self->needed));
-        self->copied = rotor_malloc_array(m, sizeof(*self->copied));
-        self->runs = rotor_malloc_array(n, sizeof(*self->runs));
-        self->next = rotor_malloc_array(n, sizeof(*self->next));
-        if (self->made == NULL || self->last == NULL || self->needed == NULL ||
-            self->copied == NULL || self->runs == NULL || self->next == NULL) {
-            ret = ROTOR_ERR_NO_MEMORY;
-            goto out;
-        }
+    int ret = self->made == NULL ? pricer_arrays(self, n, m, true) : ROTOR_OK;
+    if (ret != ROTOR_OK) {
+        goto out;
     }
     ret = rotor_grow((void **)&self->ended, &self->capacity, length + 1, sizeof(*self->ended));
     if (ret == ROTOR_OK) {
