@@ -98,17 +98,11 @@ static PyGetSetDef candidate_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static void py_candidate_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
 PyDoc_STRVAR(candidate_doc,
              "A storage that may be evicted, as a Python heuristic sees it during its call.");
 
 static PyType_Slot candidate_slots[] = {
-    {Py_tp_dealloc, py_candidate_dealloc},
+    {Py_tp_dealloc, py_dealloc},
     {Py_tp_getset, candidate_getset},
     {Py_tp_doc, (void *)candidate_doc},
     {0, NULL},
@@ -206,11 +200,6 @@ static PyMethodDef candidate_functions[] = {
 };
 
 int py_add_candidate(PyObject *module) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &candidate_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    py_state(module)->candidate_type = type;
-    return PyModule_AddType(module, type) == 0 ? PyModule_AddFunctions(module, candidate_functions)
-                                               : -1;
+    int ret = py_add_type(module, &candidate_spec, &py_state(module)->candidate_type);
+    return ret == 0 ? PyModule_AddFunctions(module, candidate_functions) : ret;
 }

@@ -166,10 +166,5 @@ static PyType_Spec chain_spec = {
 };
 
 int py_add_chain(PyObject *module) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &chain_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    py_state(module)->chain_type = type;
-    return PyModule_AddType(module, type);
+    return py_add_type(module, &chain_spec, &py_state(module)->chain_type);
 }

@@ -338,12 +338,12 @@ static PyType_Spec recorder_spec = {
 };
 
 int py_add_recorder(PyObject *module) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &recorder_spec, NULL);
-    if (type == NULL) {
+    PyTypeObject **kept = &py_state(module)->recorder_type;
+    if (py_add_type(module, &recorder_spec, kept) != 0) {
         return -1;
     }
-    py_state(module)->recorder_type = type;
-    int ret = PyModule_AddType(module, type);
+    PyTypeObject *type = *kept;
+    int ret = 0;
     PyMethodDef *tables[] = {py_book_queries, py_book_repeats, py_book_moves};
     for (int k = 0; k < 3; k++) {
         for (PyMethodDef *method = tables[k]; ret == 0 && method->ml_name != NULL; method++) {

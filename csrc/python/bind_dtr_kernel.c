@@ -73,14 +73,6 @@ static int py_kernel_clear(PyObject *object) {
     return 0;
 }
 
-static void py_kernel_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    (void)py_kernel_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
 PyDoc_STRVAR(kernel_doc,
              "Kernel(operator, name, call, replay, in_place, written, written_names, hidden, "
              "hidden_if, kept_if, traits)\n--\n\n"
@@ -89,7 +81,7 @@ PyDoc_STRVAR(kernel_doc,
 
 static PyType_Slot kernel_slots[] = {
     {Py_tp_new, py_kernel_new},
-    {Py_tp_dealloc, py_kernel_dealloc},
+    {Py_tp_dealloc, py_dealloc},
     {Py_tp_traverse, py_kernel_traverse},
     {Py_tp_clear, py_kernel_clear},
     {Py_tp_members, kernel_members},
@@ -118,12 +110,10 @@ int py_add_kernel(PyObject *module) {
         {"TRAIT_SIZES_BY_VALUE", TRAIT_SIZES_BY_VALUE},
         {"TRAIT_POINTWISE", TRAIT_POINTWISE},
     };
-    py_state_t *state = py_state(module);
     for (size_t k = 0; k < sizeof(traits) / sizeof(traits[0]); k++) {
         if (PyModule_AddIntConstant(module, traits[k].name, traits[k].value) != 0) {
             return -1;
         }
     }
-    state->kernel_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &kernel_spec, NULL);
-    return state->kernel_type == NULL ? -1 : PyModule_AddType(module, state->kernel_type);
+    return py_add_type(module, &kernel_spec, &py_state(module)->kernel_type);
 }

@@ -67,14 +67,6 @@ static int py_operator_mode_clear(PyObject *object) {
     return 0;
 }
 
-static void py_operator_mode_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    (void)py_operator_mode_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
 PyDoc_STRVAR(operator_mode_doc, "OperatorMode()\n--\n\n"
                                 "Base of a mode of operators that a Handler runs.");
 
@@ -83,7 +75,7 @@ static PyType_Slot operator_mode_slots[] = {
     {Py_tp_getset, operator_mode_getset},
     {Py_tp_traverse, py_operator_mode_traverse},
     {Py_tp_clear, py_operator_mode_clear},
-    {Py_tp_dealloc, py_operator_mode_dealloc},
+    {Py_tp_dealloc, py_dealloc},
     {Py_tp_doc, (void *)operator_mode_doc},
     {0, NULL},
 };
@@ -171,14 +163,6 @@ static int py_function_mode_clear(PyObject *object) {
     return 0;
 }
 
-static void py_function_mode_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    (void)py_function_mode_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
 PyDoc_STRVAR(function_mode_doc, "FunctionMode()\n--\n\n"
                                 "Base of a mode of functions that acts before some of them.");
 
@@ -187,7 +171,7 @@ static PyType_Slot function_mode_slots[] = {
     {Py_tp_getset, function_mode_getset},
     {Py_tp_traverse, py_function_mode_traverse},
     {Py_tp_clear, py_function_mode_clear},
-    {Py_tp_dealloc, py_function_mode_dealloc},
+    {Py_tp_dealloc, py_dealloc},
     {Py_tp_doc, (void *)function_mode_doc},
     {0, NULL},
 };
@@ -200,14 +184,6 @@ static PyType_Spec function_mode_spec = {
 };
 
 int py_add_modes(PyObject *module) {
-    PyType_Spec *const specs[2] = {&operator_mode_spec, &function_mode_spec};
-    for (int k = 0; k < 2; k++) {
-        PyObject *type = PyType_FromModuleAndSpec(module, specs[k], NULL);
-        int ret = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
-        Py_XDECREF(type);
-        if (ret != 0) {
-            return -1;
-        }
-    }
-    return 0;
+    int ret = py_add_type(module, &operator_mode_spec, NULL);
+    return ret == 0 ? py_add_type(module, &function_mode_spec, NULL) : ret;
 }

@@ -378,7 +378,5 @@ static PyType_Spec record_spec = {
 };
 
 int py_add_record(PyObject *module) {
-    py_state_t *state = py_state(module);
-    state->record_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &record_spec, NULL);
-    return state->record_type == NULL ? -1 : PyModule_AddType(module, state->record_type);
+    return py_add_type(module, &record_spec, &py_state(module)->record_type);
 }

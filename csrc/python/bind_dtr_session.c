@@ -502,8 +502,5 @@ static PyType_Spec handler_spec = {
 };
 
 int py_add_handler(PyObject *module) {
-    PyObject *handler = PyType_FromModuleAndSpec(module, &handler_spec, NULL);
-    int ret = handler == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)handler);
-    Py_XDECREF(handler);
-    return ret;
+    return py_add_type(module, &handler_spec, NULL);
 }

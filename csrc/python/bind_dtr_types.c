@@ -152,8 +152,7 @@ static PyType_Spec needs_spec = {
 
 int py_add_dtr_types(PyObject *module) {
     py_state_t *state = py_state(module);
-    state->needs_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &needs_spec, NULL);
-    if (state->needs_type == NULL || PyModule_AddType(module, state->needs_type) != 0) {
+    if (py_add_type(module, &needs_spec, &state->needs_type) != 0) {
         return -1;
     }
     PyObject *bases = PyTuple_Pack(1, (PyObject *)&_PyWeakref_RefType);

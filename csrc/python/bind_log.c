@@ -405,10 +405,5 @@ static PyType_Spec log_spec = {
 };
 
 int py_add_log(PyObject *module) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &log_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    py_state(module)->log_type = type;
-    return PyModule_AddType(module, type);
+    return py_add_type(module, &log_spec, &py_state(module)->log_type);
 }

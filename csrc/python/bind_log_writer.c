@@ -303,11 +303,5 @@ static PyType_Spec writer_spec = {
 };
 
 int py_add_log_writer(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &writer_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    int ret = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return ret;
+    return py_add_type(module, &writer_spec, NULL);
 }

@@ -7,6 +7,8 @@
 #include "checksum.h"
 #include "planner.h"
 
+_Static_assert(sizeof(long long) == sizeof(int64_t), "PyArg_ParseTuple reads int64 as L");
+
 typedef struct {
     PyObject_HEAD
     rotor_dataflow_t graph;
@@ -124,63 +126,49 @@ static void py_dataflow_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-static const char *fault_text(enum rotor_fault kind) {
-    switch (kind) {
-    case ROTOR_FAULT_OPERATION:
-        return "the graph has no operation of this number";
-    case ROTOR_FAULT_INPUT:
-        return "an input of the operation was not made before it";
-    case ROTOR_FAULT_PHASE:
-        return "the operation runs for the first time after one of a later phase";
-    case ROTOR_FAULT_ORDER:
-        return "operations that are random or run once must first run in the order of the graph";
-    case ROTOR_FAULT_ONCE:
-        return "the operation may run once only";
-    case ROTOR_FAULT_MISSING:
-        return "the program ends before every operation of the graph has run";
-    case ROTOR_FAULT_LINK:
-        return "the program moves a storage to a second tier, and no link was given";
-    case ROTOR_FAULT_FIXED:
-        return "the storage does not move: it is pinned, fixed, too small, or made by the loss";
-    case ROTOR_FAULT_NOT_MADE:
-        return "the offload of the storage is finished before it is made";
-    case ROTOR_FAULT_WRITTEN:
-        return "the offload of the storage is finished a second time, once is enough";
-    case ROTOR_FAULT_NOT_WRITTEN:
-        return "the storage is fetched before its offload is finished";
-    case ROTOR_FAULT_UNUSED:
-        return "the storage is fetched, and nothing reads it before it is made again";
-    case ROTOR_FAULT_HOST:
-        return "the second tier holds more than the host_bytes of the link";
-    case ROTOR_FAULT_TAPE:
-        return "a tape is read after something that it holds was made again";
-    case ROTOR_FAULT_NONE:
-        break;
-    }
-    return "no fault";
-}
+static const char *const fault_texts[] = {
+    [ROTOR_FAULT_OPERATION] = "the graph has no operation of this number",
+    [ROTOR_FAULT_INPUT] = "an input of the operation was not made before it",
+    [ROTOR_FAULT_PHASE] = "the operation runs for the first time after one of a later phase",
+    [ROTOR_FAULT_ORDER] =
+        "operations that are random or run once must first run in the order of the graph",
+    [ROTOR_FAULT_ONCE] = "the operation may run once only",
+    [ROTOR_FAULT_MISSING] = "the program ends before every operation of the graph has run",
+    [ROTOR_FAULT_LINK] = "the program moves a storage to a second tier, and no link was given",
+    [ROTOR_FAULT_FIXED] =
+        "the storage does not move: it is pinned, fixed, too small, or made by the loss",
+    [ROTOR_FAULT_NOT_MADE] = "the offload of the storage is finished before it is made",
+    [ROTOR_FAULT_WRITTEN] = "the offload of the storage is finished a second time, once is enough",
+    [ROTOR_FAULT_NOT_WRITTEN] = "the storage is fetched before its offload is finished",
+    [ROTOR_FAULT_UNUSED] = "the storage is fetched, and nothing reads it before it is made again",
+    [ROTOR_FAULT_HOST] = "the second tier holds more than the host_bytes of the link",
+    [ROTOR_FAULT_TAPE] = "a tape is read after something that it holds was made again",
+};
 
 static PyObject *raise_fault(PyObject *module, int status, const rotor_fault_t *fault) {
     if (fault->kind == ROTOR_FAULT_NONE) {
         return py_raise_status(module, status);
     }
-    PyObject *type = py_state(module)->invalid_sequence_error;
+    const char *text = fault_texts[fault->kind];
+    int operation = fault->operation;
     PyObject *message =
         fault->storage >= 0
-            ? PyUnicode_FromFormat("%s: storage %d of operation %d", fault_text(fault->kind),
-                                   (int)fault->storage, (int)fault->operation)
-            : PyUnicode_FromFormat("%s: operation %d", fault_text(fault->kind),
-                                   (int)fault->operation);
-    PyObject *error =
-        message == NULL
-            ? NULL
-            : PyObject_CallFunction(type, "OL", message, (long long)fault->position);
-    if (error != NULL) {
-        PyErr_SetObject(type, error);
-        Py_DECREF(error);
+            ? PyUnicode_FromFormat("%s: storage %d of operation %d", text, (int)fault->storage, operation)
+            : PyUnicode_FromFormat("%s: operation %d", text, operation);
+    return py_raise_number(py_state(module)->invalid_sequence_error, message, fault->position);
+}
+
+/* Borrows a program, an array of int32, and its length; -1 with an exception on failure. */
+static int64_t get_program(PyObject *given, Py_buffer *view) {
+    if (PyObject_GetBuffer(given, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+        return -1;
     }
-    Py_XDECREF(message);
-    return NULL;
+    if (view->itemsize != (Py_ssize_t)sizeof(int32_t)) {
+        PyErr_SetString(PyExc_TypeError, "a program must be an array of int32");
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return view->len / (Py_ssize_t)sizeof(int32_t);
 }
 
 PyDoc_STRVAR(simulate_doc,
@@ -237,16 +225,12 @@ static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObj
     if (has_link && read_link(module, args[1], &link) != 0) {
         return NULL;
     }
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+    int64_t length = get_program(args[0], &view);
+    if (length < 0) {
         return NULL;
     }
-    if (view.itemsize != (Py_ssize_t)sizeof(int32_t)) {
-        PyErr_SetString(PyExc_TypeError, "a program must be an array of int32");
-        goto out;
-    }
-    Py_ssize_t length = view.len / (Py_ssize_t)sizeof(int32_t);
-    before = PyByteArray_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(int64_t));
-    peaks = PyByteArray_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(int64_t));
+    before = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)length * (Py_ssize_t)sizeof(int64_t));
+    peaks = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)length * (Py_ssize_t)sizeof(int64_t));
     if (before == NULL || peaks == NULL) {
         goto out;
     }
@@ -304,15 +288,10 @@ static int read_program(PyObject *module, const rotor_dataflow_t *graph, const r
     rotor_fault_t fault = {.kind = ROTOR_FAULT_NONE};
     rotor_cost_t price;
     Py_buffer view;
-    if (PyObject_GetBuffer(given, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+    int64_t length = get_program(given, &view);
+    if (length < 0) {
         return -1;
     }
-    if (view.itemsize != (Py_ssize_t)sizeof(int32_t)) {
-        PyErr_SetString(PyExc_TypeError, "a program must be an array of int32");
-        PyBuffer_Release(&view);
-        return -1;
-    }
-    int64_t length = view.len / (Py_ssize_t)sizeof(int32_t);
     int ret = rotor_program_simulate(graph, link, view.buf, length, &price, NULL, NULL, &fault);
     if (ret == ROTOR_OK) {
         ret = rotor_program_assign(program, view.buf, length);
@@ -468,11 +447,5 @@ static PyType_Spec dataflow_spec = {
 };
 
 int py_add_planner(PyObject *module) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &dataflow_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    int ret = PyModule_AddType(module, type);
-    Py_DECREF(type);
-    return ret;
+    return py_add_type(module, &dataflow_spec, NULL);
 }

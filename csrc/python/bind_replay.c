@@ -489,11 +489,5 @@ static PyType_Spec replay_spec = {
 };
 
 int py_add_replay(PyObject *module) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &replay_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    int added = PyModule_AddType(module, type);
-    Py_DECREF(type);
-    return added;
+    return py_add_type(module, &replay_spec, NULL);
 }

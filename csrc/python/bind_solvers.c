@@ -252,11 +252,6 @@ static PyMethodDef solver_functions[] = {
 };
 
 int py_add_solvers(PyObject *module) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &table_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    py_state(module)->table_type = type;
-    return PyModule_AddType(module, type) == 0 ? PyModule_AddFunctions(module, solver_functions)
-                                               : -1;
+    int ret = py_add_type(module, &table_spec, &py_state(module)->table_type);
+    return ret == 0 ? PyModule_AddFunctions(module, solver_functions) : ret;
 }

@@ -305,20 +305,7 @@ static PyMethodDef functions[] = {
 };
 
 int py_add_tier(PyObject *module) {
-    py_state_t *state = py_state(module);
-    PyObject *type = PyType_FromModuleAndSpec(module, &file_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    int ret = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    if (ret != 0) {
-        return ret;
-    }
-    state->transfer_type =
-        (PyTypeObject *)PyType_FromModuleAndSpec(module, &transfer_spec, NULL);
-    if (state->transfer_type == NULL || PyModule_AddType(module, state->transfer_type) != 0) {
-        return -1;
-    }
-    return PyModule_AddFunctions(module, functions);
+    int ret = py_add_type(module, &file_spec, NULL);
+    ret = ret == 0 ? py_add_type(module, &transfer_spec, &py_state(module)->transfer_type) : ret;
+    return ret == 0 ? PyModule_AddFunctions(module, functions) : ret;
 }

@@ -45,9 +45,12 @@ PyObject *py_raise_infeasible(PyObject *module, int64_t budget, int64_t minimum)
     PyObject *message = PyUnicode_FromFormat(
         "no schedule fits in a budget of %lld bytes; the least that one fits in is %lld bytes",
         (long long)budget, (long long)minimum);
-    PyObject *type = py_state(module)->infeasible_error;
+    return py_raise_number(py_state(module)->infeasible_error, message, minimum);
+}
+
+PyObject *py_raise_number(PyObject *type, PyObject *message, int64_t number) {
     PyObject *error =
-        message == NULL ? NULL : PyObject_CallFunction(type, "OL", message, (long long)minimum);
+        message == NULL ? NULL : PyObject_CallFunction(type, "OL", message, (long long)number);
     if (error != NULL) {
         PyErr_SetObject(type, error);
         Py_DECREF(error);
@@ -160,4 +163,27 @@ int py_is_true(PyObject *function) {
     int is_true = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return is_true;
+}
+
+int py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    int ret = type == NULL ? -1 : PyModule_AddType(module, type);
+    if (kept != NULL) {
+        *kept = type;
+    } else {
+        Py_XDECREF(type);
+    }
+    return ret;
+}
+
+void py_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    if (PyType_IS_GC(type)) {
+        PyObject_GC_UnTrack(object);
+    }
+    if (type->tp_clear != NULL) {
+        (void)type->tp_clear(object);
+    }
+    type->tp_free(object);
+    Py_DECREF(type);
 }

@@ -38,6 +38,9 @@ PyObject *py_raise_status(PyObject *module, int status);
 /* InfeasibleError(message, minimum_bytes); returns NULL. */
 PyObject *py_raise_infeasible(PyObject *module, int64_t budget, int64_t minimum);
 
+/* Sets the exception type(message, number) and returns NULL; takes over the message, NULL after an error. */
+PyObject *py_raise_number(PyObject *type, PyObject *message, int64_t number);
+
 /* A chain as a Python object; the struct lives as long as the object. */
 typedef struct {
     PyObject_HEAD
@@ -122,6 +125,11 @@ bool py_are_counted(const char *method, Py_ssize_t nargs, Py_ssize_t least, Py_s
 /* An integer from least to most; bools are refused. False with an exception. */
 bool py_get_integer(PyObject *object, const char *what, int64_t least, int64_t most,
                     int64_t *integer);
+
+/* Adds a type to the module, and keeps a reference where `kept`, of the state, is not NULL. */
+int py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept);
+/* Frees an object that holds nothing but what its tp_clear lets go of. */
+void py_dealloc(PyObject *object);
 
 /* Each area adds its functions and types to the module; module.c calls them in this order. */
 int py_add_chain(PyObject *module);

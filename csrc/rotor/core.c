@@ -4,60 +4,45 @@
 #include <string.h>
 
 const char *rotor_strerror(int status) {
-    switch (status) {
-    case ROTOR_OK:
-        return "no error";
-    case ROTOR_ERR_NO_MEMORY:
-        return "there is not enough memory";
-    case ROTOR_ERR_INTERRUPTED:
-        return "the computation was interrupted";
-    case ROTOR_ERR_OVERFLOW:
-        return "a sum of sizes or times does not fit in 64 bits";
-    case ROTOR_ERR_BAD_LENGTH:
-        return "a chain needs at least one stage";
-    case ROTOR_ERR_NEGATIVE_SIZE:
-        return "a size is negative";
-    case ROTOR_ERR_NEGATIVE_TIME:
-        return "a time is negative";
-    case ROTOR_ERR_BACKWARD_TMP:
-        return "a backward temporary is below minus the gradient of its stage's input";
-    case ROTOR_ERR_TOO_LARGE:
-        return "a size or time is too large";
-    case ROTOR_ERR_BAD_SLOTS:
-        return "the number of memory slots must be positive";
-    case ROTOR_ERR_BAD_BUDGET:
-        return "the budget must be positive";
-    case ROTOR_ERR_INFEASIBLE:
-        return "no schedule fits in the budget";
-    case ROTOR_ERR_TABLE_TOO_LARGE:
-        return "the table of the solver would need more memory than it may use";
-    case ROTOR_ERR_BAD_OPERATION:
-        return "the operation is unknown, or names a stage that the chain does not have";
-    case ROTOR_ERR_NO_INPUT:
-        return "the input of the operation is not in memory";
-    case ROTOR_ERR_NO_TAPE:
-        return "the stage was not run with Fe before its backward";
-    case ROTOR_ERR_NO_GRADIENT:
-        return "the gradient of the stage's output is not in memory";
-    case ROTOR_ERR_TWICE:
-        return "the operation was already done and its result is still in memory";
-    case ROTOR_ERR_ONCE:
-        return "the stage may run forward only once, by Fe";
-    case ROTOR_ERR_INCOMPLETE:
-        return "the sequence ends before the backward of stage 0";
-    case ROTOR_ERR_IO:
-        return "a file could not be read or was not understood";
-    case ROTOR_ERR_UNAVAILABLE:
-        return "this machine does not offer what was asked for";
-    case ROTOR_ERR_FORMAT:
-        return "the log is malformed";
-    case ROTOR_ERR_BAD_HEURISTIC:
-        return "the runtime does not keep what the heuristic needs";
-    case ROTOR_ERR_BAD_STATE:
-        return "a command asks for a tensor that was freed for good";
-    default:
-        return "unknown status";
+    static const struct {
+        int status;
+        const char *text;
+    } texts[] = {
+        {ROTOR_OK, "no error"},
+        {ROTOR_ERR_NO_MEMORY, "there is not enough memory"},
+        {ROTOR_ERR_INTERRUPTED, "the computation was interrupted"},
+        {ROTOR_ERR_OVERFLOW, "a sum of sizes or times does not fit in 64 bits"},
+        {ROTOR_ERR_BAD_LENGTH, "a chain needs at least one stage"},
+        {ROTOR_ERR_NEGATIVE_SIZE, "a size is negative"},
+        {ROTOR_ERR_NEGATIVE_TIME, "a time is negative"},
+        {ROTOR_ERR_BACKWARD_TMP,
+         "a backward temporary is below minus the gradient of its stage's input"},
+        {ROTOR_ERR_TOO_LARGE, "a size or time is too large"},
+        {ROTOR_ERR_BAD_SLOTS, "the number of memory slots must be positive"},
+        {ROTOR_ERR_BAD_BUDGET, "the budget must be positive"},
+        {ROTOR_ERR_INFEASIBLE, "no schedule fits in the budget"},
+        {ROTOR_ERR_TABLE_TOO_LARGE,
+         "the table of the solver would need more memory than it may use"},
+        {ROTOR_ERR_BAD_OPERATION,
+         "the operation is unknown, or names a stage that the chain does not have"},
+        {ROTOR_ERR_NO_INPUT, "the input of the operation is not in memory"},
+        {ROTOR_ERR_NO_TAPE, "the stage was not run with Fe before its backward"},
+        {ROTOR_ERR_NO_GRADIENT, "the gradient of the stage's output is not in memory"},
+        {ROTOR_ERR_TWICE, "the operation was already done and its result is still in memory"},
+        {ROTOR_ERR_ONCE, "the stage may run forward only once, by Fe"},
+        {ROTOR_ERR_INCOMPLETE, "the sequence ends before the backward of stage 0"},
+        {ROTOR_ERR_IO, "a file could not be read or was not understood"},
+        {ROTOR_ERR_UNAVAILABLE, "this machine does not offer what was asked for"},
+        {ROTOR_ERR_FORMAT, "the log is malformed"},
+        {ROTOR_ERR_BAD_HEURISTIC, "the runtime does not keep what the heuristic needs"},
+        {ROTOR_ERR_BAD_STATE, "a command asks for a tensor that was freed for good"},
+    };
+    for (size_t k = 0; k < sizeof(texts) / sizeof(texts[0]); k++) {
+        if (texts[k].status == status) {
+            return texts[k].text;
+        }
     }
+    return "unknown status";
 }
 
 #ifdef ROTOR_TESTING
