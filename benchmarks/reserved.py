@@ -9,8 +9,7 @@ happen to reserve no more, of 12 limits. All programs are priced as the engine d
 pool where that is less. Reserved bytes of steps are the device's own counters.
 Times are of a device that needs a launch and its bytes' time for each operation, so that they
 repeat. A second table has the bytes of each graph without a limit, in common segments, the lesser
-of these and of a pool, what blocks that are allocated early make of it, and the pool, if it is
-less, without a hole between large blocks.
+of these and of a pool, and the pool, if it is less, without a hole between large blocks.
 The exit code is 1 if a limit is passed, or a plan is more than 3 % slower.
 """
 
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -35,13 +35,29 @@ import accelerator  # noqa: E402
 sim: Any = accelerator.load()
 
 from limited_on_sim import distance, one_step  # noqa: E402
-from test_sim_early_blocks import MODELS as WIDTHS  # noqa: E402
-from test_sim_early_blocks import Uneven  # noqa: E402
 from test_sim_reserved import MODELS as EVEN_MODELS  # noqa: E402
 
 import rotor  # noqa: E402
 
-WIDTHS_OF_UNEVEN, ROWS_OF_UNEVEN = WIDTHS[0]
+WIDTHS_OF_UNEVEN, ROWS_OF_UNEVEN = (150, 470, 470, 150, 220, 470, 330, 640, 470), 1500
+
+
+class Uneven(nn.Module):
+    """Layers of many widths, whose values are all needed at the end."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the means of all values."""
+        made = []
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+            made.append(value.mean(1, keepdim=True))
+        return torch.cat(made, 1)
+
+
 MODELS = EVEN_MODELS | {
     "uneven": (partial(Uneven, WIDTHS_OF_UNEVEN), (ROWS_OF_UNEVEN, WIDTHS_OF_UNEVEN[0])),
 }
@@ -89,17 +105,6 @@ def priced(step: Any, program: Any) -> int:
     return int(program.peak_bytes + step.bytes_beside(program, 1 << 40))
 
 
-def with_early_blocks(step: Any, program: Any, need: int) -> int:
-    """Return the bytes that a program reserves with the early blocks found for least limits."""
-    own = step.executor_bytes_of(program.actions.tolist(), 1 << 40)
-    while True:
-        common, pool = step._blocks_of(program, own, need - SEGMENT)
-        less = min(one.reserved_peak_bytes for one in (common, pool) if one is not None)
-        if less >= need:
-            return need
-        need = less
-
-
 def rows_of(name: str, shares: tuple[float, ...], graphs: list[str]) -> list[dict[str, Any]]:
     """Return the comparisons of one model; add a line about its graph."""
     make, shape = MODELS[name]
@@ -110,13 +115,12 @@ def rows_of(name: str, shares: tuple[float, ...], graphs: list[str]) -> list[dic
     reserves = partial(priced, unlimited.step)
     plain = reserves(unlimited.program)
     own = unlimited.step.executor_bytes_of(unlimited.program.actions.tolist(), 1 << 40)
-    common, pool = unlimited.step._blocks_of(unlimited.program, own, 1 << 40)
+    common, pool = unlimited.step._blocks_of(unlimited.program, own)
     least = None
     if pool is not None:
         segments = pool.small_segments + -(-pool.large_bytes // SEGMENT)
         least = pool.outside_bytes + SEGMENT * segments
-    early = with_early_blocks(unlimited.step, unlimited.program, plain)
-    figures = (common.allocated_peak_bytes, common.reserved_peak_bytes, plain, early, least)
+    figures = (common.allocated_peak_bytes, common.reserved_peak_bytes, plain, least)
     cells = [f"{nbytes / (1 << 20):10.1f}" if nbytes else f"{'-':>10}" for nbytes in figures]
     graphs.append(f"{name:10} " + " ".join(cells))
     others = []
@@ -177,7 +181,7 @@ def main() -> int:
             slower = f"{found / other - 1:+8.1%}" if found and other else "       -"
             good = "" if is_good(row) else "  !"
             print(f"{name:10}", *cells, slower, good, flush=True)
-    print("\nmodel       allocated  in common      least      early   no holes", *graphs, sep="\n")
+    print("\nmodel       allocated  in common      least   no holes", *graphs, sep="\n")
     held = sum(row.get("measured_bytes", 0) <= row["limit_bytes"] for row in rows)
     plans = sum("seconds" in row for row in rows)
     compared = [row for row in rows if "seconds" in row and row["allocated_seconds"]]

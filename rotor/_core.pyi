@@ -19,9 +19,6 @@ def fit_piece(events: Any, /) -> dict[str, int]: ...
 def replay_blocks(
     events: Any, expandable: bool, capacity_bytes: int, levels: bool, /
 ) -> tuple[dict[str, int], bytearray | None]: ...
-def search_early(
-    orders: Sequence[tuple[Any, Any]], border: int, piece: int, most: int, /
-) -> list[tuple[int, int, int]] | None: ...
 
 # -- live blocks of a memory (csrc/python/bind_live.c)
 

@@ -1,6 +1,5 @@
 #include "support.h"
 
-#include "blocks_early.h"
 #include "blocks_piece.h"
 
 static PyObject *as_dict(const rotor_blocks_figures_t *figures) {
@@ -99,114 +98,9 @@ static PyObject *py_fit_piece(PyObject *module, PyObject *args) {
                          (long long)without.reserved_peak);
 }
 
-// search_early(orders, border, piece, most, /) -> list of (begin, end, bytes), or None
-PyDoc_STRVAR(search_early_doc,
-             "search_early(orders, border, piece, most, /)\n--\n\n"
-             "Return early blocks with which events reserve at most `most` bytes after a piece.\n"
-             "\n"
-             "`orders` has pairs of events, as of replay_blocks, and of the numbers of the first\n"
-             "event of each position. Each answer (begin, end, bytes) is a block that is taken\n"
-             "before the events of one position and freed before those of another; None if none\n"
-             "were found. None is taken on one side of the position `border` and freed on the\n"
-             "other.");
-
-enum { MOST_ORDERS = 8 };
-
-typedef struct {
-    Py_buffer buffers[2 * MOST_ORDERS];
-    int held;
-    rotor_positioned_events_t orders[MOST_ORDERS];
-    Py_ssize_t count;
-    Py_ssize_t positions;
-} given_orders_t;
-
-static int read_orders(PyObject *orders, given_orders_t *given) {
-    given->count = PyTuple_GET_SIZE(orders);
-    if (given->count < 1 || given->count > MOST_ORDERS) {
-        PyErr_Format(PyExc_ValueError, "expected 1 to %d orders, got %zd", (int)MOST_ORDERS,
-                     given->count);
-        return -1;
-    }
-    for (Py_ssize_t k = 0; k < given->count; k++) {
-        PyObject *pair = PyTuple_GET_ITEM(orders, k);
-        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-            PyErr_SetString(PyExc_TypeError, "an order is a tuple of events and starts");
-            return -1;
-        }
-        Py_buffer *events = &given->buffers[given->held];
-        if (py_get_int64(PyTuple_GET_ITEM(pair, 0), "events", -1, events) != 0) {
-            return -1;
-        }
-        given->held++;
-        Py_buffer *starts = &given->buffers[given->held];
-        Py_ssize_t wanted = k == 0 ? -1 : given->positions;
-        if (py_get_int64(PyTuple_GET_ITEM(pair, 1), "starts", wanted, starts) != 0) {
-            return -1;
-        }
-        given->held++;
-        given->positions = starts->shape[0];
-        given->orders[k] =
-            (rotor_positioned_events_t){events->buf, events->shape[0], starts->buf};
-    }
-    return 0;
-}
-
-static PyObject *early_blocks(const rotor_early_block_t *blocks, int64_t count) {
-    PyObject *found = PyList_New(count);
-    for (Py_ssize_t k = 0; found != NULL && k < count; k++) {
-        PyObject *block = Py_BuildValue("(LLL)", (long long)blocks[k].begin,
-                                        (long long)blocks[k].end, (long long)blocks[k].bytes);
-        if (block == NULL) {
-            Py_CLEAR(found);
-        } else {
-            PyList_SET_ITEM(found, k, block);
-        }
-    }
-    return found;
-}
-
-static PyObject *py_search_early(PyObject *module, PyObject *args) {
-    PyObject *orders_object;
-    PyObject *orders;
-    PyObject *answer = NULL;
-    given_orders_t given = {.held = 0};
-    rotor_early_block_t blocks[ROTOR_MOST_EARLY_BLOCKS];
-    long long border;
-    long long piece;
-    long long most;
-    int64_t count;
-    int ret;
-
-    if (!PyArg_ParseTuple(args, "OLLL:search_early", &orders_object, &border, &piece, &most)) {
-        return NULL;
-    }
-    orders = PySequence_Tuple(orders_object);
-    if (orders == NULL || read_orders(orders, &given) != 0) {
-        goto out;
-    }
-    Py_BEGIN_ALLOW_THREADS;
-    ret = rotor_blocks_search_early(given.orders, given.count, given.positions, border, piece,
-                                    most, blocks, &count);
-    Py_END_ALLOW_THREADS;
-    if (ret != ROTOR_OK) {
-        py_raise_status(module, ret);
-    } else if (count < 0) {
-        answer = Py_NewRef(Py_None);
-    } else {
-        answer = early_blocks(blocks, count);
-    }
-out:
-    while (given.held > 0) {
-        PyBuffer_Release(&given.buffers[--given.held]);
-    }
-    Py_XDECREF(orders);
-    return answer;
-}
-
 static PyMethodDef functions[] = {
     {"fit_piece", py_fit_piece, METH_VARARGS, fit_piece_doc},
     {"replay_blocks", py_replay_blocks, METH_VARARGS, replay_blocks_doc},
-    {"search_early", py_search_early, METH_VARARGS, search_early_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,7 +19,6 @@ from rotor.graph.program import Program
 
 __all__ = [
     "BlockBytes",
-    "EarlyBlock",
     "PoolBytes",
     "pool_bytes",
     "program_bytes",
@@ -27,24 +26,6 @@ __all__ = [
     "replay",
     "runs_outside",
 ]
-
-
-class EarlyBlock(NamedTuple):
-    """Block that keeps a place for what a run of a program allocates.
-
-    Attributes
-    ----------
-    begin
-        Position in the program before which it is allocated.
-    end
-        Position before which it is freed.
-    nbytes
-        Its size.
-    """
-
-    begin: int
-    end: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -57,13 +38,10 @@ class BlockBytes:
         Most bytes of blocks in use; a block may be larger than what was asked for.
     reserved_peak_bytes
         Most bytes taken from the device.
-    early
-        Blocks that the program allocates early.
     """
 
     allocated_peak_bytes: int
     reserved_peak_bytes: int
-    early: tuple[EarlyBlock, ...] = ()
 
 
 def replay(events: npt.NDArray[np.int64], *, expandable: bool = False) -> BlockBytes:
@@ -116,7 +94,6 @@ def program_bytes(
     *,
     orders: Sequence[Orders | None] | None = None,
     expandable: bool = False,
-    limit_bytes: int | None = None,
 ) -> BlockBytes:
     """Return the bytes of a program, the largest of several orders within its operations.
 
@@ -133,31 +110,14 @@ def program_bytes(
         Known orders within each operation, the first and the last of which are taken.
     expandable
         As of `replay`.
-    limit_bytes
-        Bytes to stay within. A program that needs more because of holes between its blocks
-        allocates some of them early if that closes enough of the holes; not where segments grow.
     """
-    found = _every_order(program, (), beside, orders)
-    best = _in_common(found, expandable)
-    if limit_bytes is None or expandable or best.reserved_peak_bytes <= limit_bytes:
-        return best
-    suited = _search_early(program, found, [0], limit_bytes)
-    if suited is None:
-        return best
-    early = suited[1]
-    other = _in_common(_every_order(program, (), beside, orders, early), expandable, early)
-    return min(best, other, key=lambda one: one.reserved_peak_bytes)
-
-
-def _in_common(
-    found: Sequence[_Events], expandable: bool, early: tuple[EarlyBlock, ...] = ()
-) -> BlockBytes:
-    """Return the bytes of events in common segments."""
-    replayed = [replay(each.inside, expandable=expandable) for each in found]
+    replayed = [
+        replay(each.inside, expandable=expandable)
+        for each in _every_order(program, (), beside, orders)
+    ]
     return BlockBytes(
         max(one.allocated_peak_bytes for one in replayed),
         max(one.reserved_peak_bytes for one in replayed),
-        early,
     )
 
 
@@ -166,35 +126,13 @@ def _every_order(
     outliving: Collection[int],
     beside: Sequence[int],
     orders: Sequence[Orders | None] | None,
-    early: Sequence[EarlyBlock] = (),
 ) -> list[_Events]:
     """Return the events of a program in each of the orders to price."""
     program.graph.require_plain("an account of blocks")
     return [
-        _split_events(program, outliving, beside, known, second, early)
+        _split_events(program, outliving, beside, known, second)
         for known, second in _variants(orders)
     ]
-
-
-def _search_early(
-    program: Program, found: Sequence[_Events], pieces: Iterable[int], most: int
-) -> tuple[int, tuple[EarlyBlock, ...]] | None:
-    """Return one of several pieces and the early blocks with which it suffices, or ``None``."""
-    if max(replay(each.inside).allocated_peak_bytes for each in found) > most:
-        return None
-    operations, actions = program.graph.operations, program.actions.tolist()
-    losses = (
-        position
-        for position, action in enumerate(actions)
-        if action < len(operations) and operations[action].phase == "loss"
-    )
-    loss = next(losses, len(actions))
-    orders = [(each.inside, each.starts) for each in found]
-    for piece in pieces:
-        blocks = _core.search_early(orders, loss, piece, most)
-        if blocks is not None:
-            return piece, tuple(EarlyBlock(*block) for block in blocks)
-    return None
 
 
 def _variants(
@@ -221,8 +159,6 @@ class PoolBytes:
         Most bytes that are taken outside of the pool, for what outlives the program.
     large_bytes
         Most bytes of its blocks above 1 MiB at a time, which a piece without any hole has.
-    early
-        Blocks that the program allocates early.
     """
 
     piece_bytes: int
@@ -230,7 +166,6 @@ class PoolBytes:
     pool_bytes: int
     outside_bytes: int
     large_bytes: int
-    early: tuple[EarlyBlock, ...] = ()
 
     @property
     def reserved_peak_bytes(self) -> int:
@@ -250,7 +185,6 @@ def pool_bytes(
     beside: Sequence[int] = (),
     *,
     orders: Sequence[Orders | None] | None = None,
-    limit_bytes: int | None = None,
 ) -> PoolBytes:
     """Return the bytes of a program in a private pool, the largest of orders as above.
 
@@ -262,42 +196,18 @@ def pool_bytes(
         As of `program_bytes`; the blocks beside the program may be in the pool, or outside.
     outliving
         Numbers of the storages that outlive the program.
-    limit_bytes
-        As of `program_bytes`; pieces of other sizes are tried too.
     """
     found = _every_order(program, outliving, beside, orders)
     outside_bytes = max(replay(each.outside).reserved_peak_bytes for each in found)
     fitted = {0, *(_core.fit_piece(each.inside)["bytes"] for each in found)}
-    best = _in_pool(sorted(fitted), found, outside_bytes)
-    if limit_bytes is None or best.reserved_peak_bytes <= limit_bytes:
-        return best
-    most = limit_bytes - outside_bytes
-    whole = (most // POOL_UNIT_BYTES - best.small_segments) * POOL_UNIT_BYTES
-    pieces = dict.fromkeys((whole, whole - LARGE_SEGMENT_BYTES, best.piece_bytes))
-    suited = _search_early(program, found, [p for p in pieces if p >= 0], most)
-    if suited is None:
-        return best
-    piece, early = suited
-    found = _every_order(program, outliving, beside, orders, early)
-    pool = _in_pool([piece], found, outside_bytes, early)
-    return min(best, pool, key=lambda one: one.reserved_peak_bytes)
-
-
-def _in_pool(
-    pieces: Sequence[int],
-    found: Sequence[_Events],
-    outside_bytes: int,
-    early: tuple[EarlyBlock, ...] = (),
-) -> PoolBytes:
-    """Return the bytes of events in a pool with the best of ascending pieces; 0: none."""
     large = max(_large_bytes(each.inside) for each in found)
     best: PoolBytes | None = None
-    for piece in pieces:
+    for piece in sorted(fitted):
         replayed = [_after_piece(piece, each.inside) for each in found]
         small = max(one["reserved_small_bytes"] for one in replayed) // SMALL_SEGMENT_BYTES
         most = max(one["reserved_peak_bytes"] for one in replayed)
         if best is None or most <= best.pool_bytes:
-            best = PoolBytes(piece, small, most, outside_bytes, large, early)
+            best = PoolBytes(piece, small, most, outside_bytes, large)
     assert best is not None
     return best
 
@@ -365,14 +275,10 @@ def runs_outside(
 
 
 class _Events(NamedTuple):
-    """Events of a program in a private pool and outside of it, int64.
-
-    Those in the pool have the number of the first event of each position beside them.
-    """
+    """Events of a program in a private pool and outside of it, int64."""
 
     inside: npt.NDArray[np.int64]
     outside: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
 
 
 def _split_events(
@@ -381,7 +287,6 @@ def _split_events(
     beside: Sequence[int],
     orders: Sequence[Orders | None] | None,
     is_second: bool,
-    early: Sequence[EarlyBlock] = (),
 ) -> _Events:
     """Return the events of a program in a private pool, and outside of it.
 
@@ -392,17 +297,8 @@ def _split_events(
     for nbytes in beside:
         for writer in writers:
             writer.take(nbytes)
-    starts: list[int] = []
-    places: dict[EarlyBlock, int] = {}
     deaths = zip(*_deaths(graph, actions), strict=True)
-    for position, (action, (kept, dying)) in enumerate(zip(actions, deaths, strict=True)):
-        starts.append(len(writers[0].events))
-        for block in early:
-            if block.end == position:
-                writers[0].events.append(-1 - places[block])
-        for block in early:
-            if block.begin == position:
-                places[block] = writers[0].take(block.nbytes)
+    for action, (kept, dying) in zip(actions, deaths, strict=True):
         if action < len(graph):
             operation = graph.operations[action]
             sizes = {storage: graph.storages[storage].bytes for storage in kept}
@@ -421,7 +317,7 @@ def _split_events(
         for writer in writers:
             writer.drop(dying)
     inside, outside = [np.array(writer.events, dtype=np.int64) for writer in writers]
-    return _Events(inside, outside, np.array(starts, dtype=np.int64))
+    return _Events(inside, outside)
 
 
 class _Writer:

@@ -206,7 +206,7 @@ def reserved_rows(plan: GraphPlan) -> list[list[str]]:
     """Return rows on allocated bytes and slack where the limit counts reserved bytes."""
     if plan.reserving is None:
         return []
-    rows = [
+    return [
         ["counted", "reserved bytes, taken by the allocator from the device"],
         ["allocated of them, predicted", format_bytes(plan.program.peak_bytes)],
         ["slack of the allocator", format_bytes(plan.executor_bytes)],
@@ -215,10 +215,6 @@ def reserved_rows(plan: GraphPlan) -> list[list[str]]:
             "nothing" if plan.pool is None else format_bytes(plan.pool.pool_bytes),
         ],
     ]
-    if plan.early_blocks:
-        sizes = ", ".join(format_bytes(block.nbytes) for block in plan.early_blocks)
-        rows.append(["allocated early", sizes])
-    return rows
 
 
 def seen_rows(plan: Metered) -> list[list[str]]:

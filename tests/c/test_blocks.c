@@ -1,4 +1,3 @@
-#include "blocks_early.h"
 #include "blocks_piece.h"
 #include "testing.h"
 
@@ -222,60 +221,6 @@ static void test_a_piece_never_needs_more(void) {
     }
 }
 
-static void test_early_blocks(void) {
-    enum { POSITIONS = 60, ROOM = 4 * POSITIONS };
-    uint64_t state = 11;
-    int closed = 0;
-    for (int round = 0; round < 40; round++) {
-        int64_t events[ROOM];
-        int64_t starts[POSITIONS];
-        int64_t length = 0;
-        int64_t made = 0;
-        int64_t given = 0;
-        for (int p = 0; p < POSITIONS; p++) {
-            starts[p] = length;
-            events[length++] = drawn_size(&state);
-            made++;
-            while (made - given > 6 || (given < made && draw(&state) % 3 == 0)) {
-                events[length++] = -1 - given++;
-            }
-        }
-        CHECK(length <= ROOM);
-        const rotor_positioned_events_t orders[2] = {{events, length, starts},
-                                                     {events, length, starts}};
-        rotor_blocks_piece_t piece;
-        rotor_early_block_t blocks[ROTOR_MOST_EARLY_BLOCKS];
-        int64_t count = 7;
-        CHECK(rotor_blocks_fit(events, length, NULL, &piece) == ROTOR_OK);
-        int64_t need = piece.reserved_peak;
-        int ret = rotor_blocks_search_early(orders, 2, POSITIONS, 30, piece.bytes, need, blocks,
-                                            &count);
-        CHECK(ret == ROTOR_OK && count == 0);
-        int64_t less = rotor_max(piece.bytes - 2 * MIB, 0);
-        ret = rotor_blocks_search_early(orders, 2, POSITIONS, 30, less, need - 2 * MIB, blocks,
-                                        &count);
-        CHECK(ret == ROTOR_OK && count >= -1 && count <= ROTOR_MOST_EARLY_BLOCKS);
-        closed += count > 0;
-        for (int64_t k = 0; k < count; k++) {
-            CHECK(blocks[k].begin >= 0 && blocks[k].begin < blocks[k].end);
-            CHECK(blocks[k].end < POSITIONS && blocks[k].bytes > MIB);
-            CHECK(blocks[k].begin > 30 || blocks[k].end < 30);
-        }
-        for (int64_t n = 1; round == 0 && n < 40; n++) {
-            rotor_testing_fail_after(n);
-            ret = rotor_blocks_search_early(orders, 2, POSITIONS, 30, less, need - 2 * MIB,
-                                            blocks, &count);
-            rotor_testing_fail_after(0);
-            CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);
-            CHECK(n > 4 || ret == ROTOR_ERR_NO_MEMORY);
-        }
-        starts[1] = length + 1;
-        CHECK(rotor_blocks_search_early(orders, 1, POSITIONS, 30, less, need, blocks, &count) ==
-              ROTOR_ERR_BAD_STATE);
-    }
-    CHECK(closed > 0);
-}
-
 static const test_case_t cases[] = {
     {"ordinary_by_hand", test_ordinary_by_hand},
     {"ordinary_joins_and_gives_back", test_ordinary_joins_and_gives_back},
@@ -285,7 +230,6 @@ static const test_case_t cases[] = {
     {"without_memory", test_without_memory},
     {"a_piece_by_hand", test_a_piece_by_hand},
     {"a_piece_never_needs_more", test_a_piece_never_needs_more},
-    {"early_blocks", test_early_blocks},
 };
 
 TEST_MAIN(cases)

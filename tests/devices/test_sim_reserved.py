@@ -258,3 +258,19 @@ def test_metered_steps_count_reserved_bytes(sim):
     plan = check_held(sim, "skips", 0.75).plan
     assert plan.measured_bytes % (2 * MIB) == 0
     assert plan.measured_bytes > plan.program.peak_bytes
+
+
+def test_accumulated_gradients_and_other_shapes(sim):
+    """Give the plain bits in steps that add to gradients, and for another length."""
+    model, batches = prepared(sim, "odd sizes")
+    plain = copy.deepcopy(model)
+    shorter = [batch[:3600].contiguous() for batch in batches]
+    order = [batches[0], shorter[0], batches[1], shorter[1], batches[2]]
+    expected = Reserved(sim, plain, order, accumulate=5)
+    limit = int(expected.reserved_peak * 0.75)
+    wrapped = rotor.Checkpointable(
+        model, mem_limit=limit, counts="reserved", loss_fn=distance, verbosity=0
+    )
+    found = Reserved(sim, wrapped, order, inside=True, accumulate=5)
+    assert_equal(found, expected)
+    assert all(plan.measured_bytes <= limit for plan in wrapped.plans.values())

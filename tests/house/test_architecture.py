@@ -315,7 +315,6 @@ PRIVATE_IN_TESTS = {
     "algorithms.test_progress": ["common.progress"],
     "rkgb.test_rkgb_graphs": ["rkgb.units"],
     "devices.test_sim_blocks": ["_core"],
-    "devices.test_sim_early_blocks": ["_core"],
     "distributed.fsdp_worker": ["_pytorch.fsdp"],
     "wrapper.test_sharers": ["_pytorch.core", "_pytorch.devices", "common.ranks"],
     "devices.test_sim_meter": ["_pytorch.devices"],

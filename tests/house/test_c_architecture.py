@@ -32,7 +32,7 @@ C_LEVELS = {
             "sequence",
             "tier",
         ],
-        ["blocks_piece", "blocks_early", "floating"],
+        ["blocks_piece", "floating"],
         ["persistent", "persistent_kernel", "frontier", "revolve"],
         ["log_commands", "log_reader", "log_fields", "log_instructions", "log"],
         ["eviction_private", "eviction_check", "eviction_pool", "eviction_tier"],

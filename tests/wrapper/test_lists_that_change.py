@@ -97,11 +97,6 @@ def finish():
         book.abort()
 
 
-def orders():
-    with pytest.raises((TypeError, ValueError)):
-        _core.search_early(Pops([(bytearray(8), bytearray(8)) for _ in range(4)]), 1, 1, 1)
-
-
 def written_log():
     writer = _core.LogWriter()
     writer.constant("a")
@@ -125,7 +120,6 @@ ATTACKS = [
     begin,
     begin_by_nodes_that_begin,
     finish,
-    orders,
     written_log,
     arguments_by_name,
 ]

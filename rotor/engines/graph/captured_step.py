@@ -34,7 +34,6 @@ from rotor.engines.graph.proving import proving_bytes
 from rotor.graph.blocks import (
     SMALL_BYTES,
     BlockBytes,
-    EarlyBlock,
     PoolBytes,
     pool_bytes,
     program_bytes,
@@ -241,18 +240,13 @@ class CapturedStep:
         """Return a program's code with comparisons, made by a function."""
         return make()
 
-    def code(
-        self,
-        numbers: list[int],
-        layout: Layout | None = None,
-        early: Sequence[EarlyBlock] = (),
-    ) -> StepCode:
-        """Return the functions that run the actions of a program, with its early blocks."""
+    def code(self, numbers: list[int], layout: Layout | None = None) -> StepCode:
+        """Return the functions that run the actions of a program."""
         if self.inductor is not None:
             return self.inductor.code(numbers)
         if self.hands_over:
-            return EarlyCode.of(self.lowered, numbers, layout=layout, pooling=self.pooling(early))
-        return emit(self.lowered, numbers, layout=layout, pooling=self.pooling(early))
+            return EarlyCode.of(self.lowered, numbers, layout=layout, pooling=self.pooling())
+        return emit(self.lowered, numbers, layout=layout, pooling=self.pooling())
 
     @property
     def has_pool(self) -> bool:
@@ -261,30 +255,21 @@ class CapturedStep:
         return counts and devices.has_pools(self.device)
 
     def pooling(
-        self,
-        early: Sequence[EarlyBlock] = (),
-        *,
-        lowered: Lowered | None = None,
-        costs: list[Cost] | None = None,
+        self, lowered: Lowered | None = None, costs: list[Cost] | None = None
     ) -> Pooling | None:
         """Return the use of a private pool by code, of other operations if these are given."""
         if not self.has_pool:
             return None
-        return Pooling(lowered or self.lowered, costs or self.costs, self.device, early)
+        return Pooling(lowered or self.lowered, costs or self.costs)
 
-    def pool_and_early_blocks(
-        self, program: Program, limit_bytes: int
-    ) -> tuple[PoolBytes | None, tuple[EarlyBlock, ...]]:
-        """Return the bytes of a program's private pool, ``None`` without, and its early blocks."""
+    def pool_of(self, program: Program, limit_bytes: int) -> PoolBytes | None:
+        """Return the bytes of a program's private pool; ``None`` without."""
         if not self.has_pool:
-            return None, ()
+            return None
         own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
-        found, pool = self._blocks_of(program, own, limit_bytes)
-        return pool, (pool or found).early
+        return self._blocks_of(program, own)[1]
 
-    def _blocks_of(
-        self, program: Program, own_bytes: int, limit_bytes: int
-    ) -> tuple[BlockBytes, PoolBytes | None]:
+    def _blocks_of(self, program: Program, own_bytes: int) -> tuple[BlockBytes, PoolBytes | None]:
         """Return the bytes of a program's blocks, and those in a private pool if these are less.
 
         Parameters
@@ -293,8 +278,6 @@ class CapturedStep:
             Program of this step.
         own_bytes
             Bytes beside the graph's storages, as of `executor_bytes_of`.
-        limit_bytes
-            Limit of the step, for which blocks are allocated early if need be.
         """
         copies = [self.lowered.input_bytes(node) for node in self.lowered.mutated]
         is_small = max(copies, default=0) <= SMALL_BYTES
@@ -304,13 +287,7 @@ class CapturedStep:
         found = program_bytes(program, beside, orders=orders, expandable=expandable)
         if not self.has_pool:
             return found, None
-        limit = limit_bytes if found.reserved_peak_bytes > limit_bytes else None
-        outliving = outliving_storages(self.lowered)
-        pool = pool_bytes(program, outliving, beside, orders=orders, limit_bytes=limit)
-        if pool.reserved_peak_bytes > limit_bytes:
-            found = program_bytes(
-                program, beside, orders=orders, expandable=expandable, limit_bytes=limit
-            )
+        pool = pool_bytes(program, outliving_storages(self.lowered), beside, orders=orders)
         return found, pool if pool.reserved_peak_bytes < found.reserved_peak_bytes else None
 
     @property
@@ -380,7 +357,7 @@ class CapturedStep:
         own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
         if self.device.type == "cpu" or self.inductor is not None:
             return own
-        found, pool = self._blocks_of(program, own, limit_bytes)
+        found, pool = self._blocks_of(program, own)
         needed = found.allocated_peak_bytes
         if self.counts == "reserved":
             needed = (pool or found).reserved_peak_bytes

@@ -299,16 +299,6 @@ class _Writer:
         if replay is not None:
             self.lines.append(f"set_state({replay[1:]}, now)")
 
-    def change_early_blocks(self, position: int) -> None:
-        """Free and allocate the early blocks that end and begin at a position."""
-        early = () if self.pooling is None else self.pooling.early
-        for number, block in enumerate(early):
-            if block.end == position:
-                self.lines.append(f"e{number} = None")
-        for number, block in enumerate(early):
-            if block.begin == position:
-                self.lines.append(f"e{number} = pool.block({block.nbytes})")
-
     def note(self, index: int, noted: Sequence[int], is_first: bool) -> None:
         """Note new values of a task in the proof."""
         for path, storage in self.lowered.tasks[index].made.items():
@@ -496,7 +486,6 @@ def emit(
 
     def write(writer: _Writer, begin: int, end: int) -> None:
         for position in range(begin, end):
-            writer.change_early_blocks(position)
             if actions[position].kind is not Kind.RUN:
                 moves.move(writer, position)
                 continue

@@ -25,7 +25,7 @@ from rotor.engines.graph.proving import Prover, Tally
 from rotor.engines.graph.record import PlanningRecord
 from rotor.engines.graph.repeating import keep_from_now_on
 from rotor.graph import planner
-from rotor.graph.blocks import EarlyBlock, PoolBytes
+from rotor.graph.blocks import PoolBytes
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
 from rotor.graph.transfers import transfers_of
@@ -96,7 +96,7 @@ class GraphPlan(Metered):
     def take_code(self, old: GraphPlan) -> None:
         """Take over the functions of another plan of the same program."""
         is_same = old.step is self.step and old.program == self.program
-        if is_same and old.early_blocks == self.early_blocks:
+        if is_same:
             self._emitted, self._early, self._verified = old._emitted, old._early, old._verified
 
     @property
@@ -104,7 +104,7 @@ class GraphPlan(Metered):
         """Functions that run the program, made when they are first needed."""
         if self._emitted is None:
             numbers = self.program.actions.tolist()
-            self._emitted = self.step.code(numbers, self.layout, self.early_blocks)
+            self._emitted = self.step.code(numbers, self.layout)
         return self._emitted
 
     @functools.cached_property
@@ -192,12 +192,7 @@ class GraphPlan(Metered):
             code = self.emitted
         else:
             if self._verified is None:
-                # Early blocks have the sizes of this shape.
-                self._verified = (
-                    self._verified_code()
-                    if self.early_blocks
-                    else self.step.verified(self.program.actions, self._verified_code)
-                )
+                self._verified = self.step.verified(self.program.actions, self._verified_code)
             code, prover = self._verified
             prover.tally = tally
         code.prepare()
@@ -208,23 +203,14 @@ class GraphPlan(Metered):
         return code
 
     @functools.cached_property
-    def _taken(self) -> tuple[PoolBytes | None, tuple[EarlyBlock, ...]]:
-        return self.step.pool_and_early_blocks(self.program, self.limit_bytes)
-
-    @property
     def pool(self) -> PoolBytes | None:
         """Bytes of the private pool in which the program runs; ``None`` without one."""
-        return self._taken[0]
+        return self.step.pool_of(self.program, self.limit_bytes)
 
     @property
     def pool_blocks(self) -> list[int]:
         """Blocks that make its pool take its segments; none without one."""
         return [] if self.pool is None else self.pool.blocks
-
-    @property
-    def early_blocks(self) -> tuple[EarlyBlock, ...]:
-        """Blocks that the program allocates early."""
-        return self._taken[1]
 
     def _place(self, code: StepCode) -> None:
         """Have code, which plans may share, use the places and the pool of this plan."""
@@ -253,7 +239,7 @@ class GraphPlan(Metered):
         whole = self.step.captured.lowered
         # Compiled code may outlive the plan, whose pool must go with it.
         refuted = functools.partial(keep_from_now_on, whole)
-        if self.step.hands_over and not self.early_blocks:
+        if self.step.hands_over:
             number = {id(task): k for k, task in enumerate(whole.tasks)}
             costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
             others = {
@@ -265,9 +251,9 @@ class GraphPlan(Metered):
             if program.peak_bytes + self.executor_bytes <= self.limit_bytes:
                 prover = Prover(whole, refuted)
                 known = [costs[id(t)] for t in whole.tasks]
-                pooling = self.step.pooling(lowered=whole, costs=known)
+                pooling = self.step.pooling(whole, known)
                 return emit(whole, held, (), prover, self.layout, pooling), prover
-        prover, pooling = Prover(lowered, refuted), self.step.pooling(self.early_blocks)
+        prover, pooling = Prover(lowered, refuted), self.step.pooling()
         if self.step.hands_over:
             code = EarlyCode.of(
                 lowered, actions, prover=prover, layout=self.layout, pooling=pooling
@@ -285,7 +271,7 @@ class GraphPlan(Metered):
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
             numbers = self.program.actions.tolist()
-            pooling = step.pooling(self.early_blocks)
+            pooling = step.pooling()
             self._early = EarlyCode.of(
                 step.lowered, numbers, spread=True, layout=self.layout, pooling=pooling
             )

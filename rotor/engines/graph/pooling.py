@@ -12,7 +12,7 @@ from rotor._pytorch import devices
 from rotor.engines.graph.lowering import Lowered
 from rotor.engines.graph.pricing import sizes_of
 from rotor.engines.graph.profile import Cost
-from rotor.graph.blocks import EarlyBlock, runs_outside
+from rotor.graph.blocks import runs_outside
 from rotor.meter.reserving import Reserving
 
 __all__ = ["Pooling", "outliving_storages"]
@@ -32,28 +32,14 @@ class Pooling:
     ----------
     lowered, costs
         Operations, and their costs.
-    device
-        Device of the pool.
-    early
-        Blocks that the program allocates early.
 
     Attributes
     ----------
-    early
-        Blocks that the program allocates early.
     outliving
         Numbers of the storages that are made outside of the pool, or copied there.
     """
 
-    def __init__(
-        self,
-        lowered: Lowered,
-        costs: Sequence[Cost],
-        device: torch.device,
-        early: Sequence[EarlyBlock] = (),
-    ) -> None:
-        self.early = early
-        self._device = device
+    def __init__(self, lowered: Lowered, costs: Sequence[Cost]) -> None:
         self.outliving = outliving_storages(lowered)
         self._plans: weakref.ref[Reserving] | None = None
         self._sizes = sizes_of(lowered, list(costs))
@@ -82,10 +68,6 @@ class Pooling:
         entered, self._entered = self._entered, None
         if entered is not None:
             entered.leave()
-
-    def block(self, nbytes: int) -> torch.Tensor:
-        """Allocate a block, in the pool if the plan has one."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy outside of the pool; the tensor itself if the plan has none."""

@@ -33,7 +33,6 @@ from rotor.engines.graph.profile import Cost, keys_of
 from rotor.engines.graph.symbols import Sizes, at
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
-from rotor.graph.blocks import EarlyBlock
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
@@ -427,15 +426,8 @@ class ShapeStep(CapturedStep):
         workspaces[self.lowered.loss] = loss_bytes
         return self._variant.resizing.graph(sizes, ns, workspaces)
 
-    def code(
-        self,
-        numbers: list[int],
-        layout: Layout | None = None,
-        early: Sequence[EarlyBlock] = (),
-    ) -> StepCode:
-        """Return the functions that run a program; without early blocks other shapes share them."""
-        if early:
-            return super().code(numbers, layout, early)
+    def code(self, numbers: list[int], layout: Layout | None = None) -> StepCode:
+        """Return the functions that run a program, which other shapes share."""
         entry = self._variant.entry(numbers)
         if entry.code is None:
             entry.code = super().code(numbers, layout)
