@@ -17,6 +17,7 @@ from torch import nn
 
 from rotor._pytorch import backwards, core
 from rotor.algorithms.curve import Curve
+from rotor.algorithms.persistent import DEFAULT_SLOTS
 from rotor.common.calls import Reads, sample_call
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
@@ -27,11 +28,9 @@ from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 from rotor.tier.offload import Offload
 
 __all__ = [
-    "DEFAULT_SLOTS",
     "Call",
     "CannotPlan",
     "Context",
-    "DefaultSlots",
     "Engine",
     "IsPending",
     "Key",
@@ -72,13 +71,6 @@ class PlanAgain(Exception):
 
 
 _MOST_SHAPES = 4
-
-
-class DefaultSlots(int):
-    """Default slot count; distinguishes "not given" from an explicit 500."""
-
-
-DEFAULT_SLOTS = DefaultSlots(500)
 
 
 class Key(NamedTuple):
@@ -201,7 +193,7 @@ class Settings:
     module: nn.Module
     mem_limit: int | None = None
     total_limit: int | str | None = None
-    mem_slots: int = DEFAULT_SLOTS
+    mem_slots: int | None = None
     verbosity: int = 0
     preserve_rng_state: bool = True
     loss_tmp_memory_usage: int = 0
@@ -223,6 +215,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.given_options = self.options
+
+    @property
+    def shown_slots(self) -> int:
+        """Number of memory slots that is shown, also where none was given."""
+        return DEFAULT_SLOTS if self.mem_slots is None else self.mem_slots
 
     @property
     def present_limit(self) -> int | None:

@@ -27,7 +27,6 @@ from rotor.engines.contract import (
     Call,
     CannotPlan,
     Context,
-    DefaultSlots,
     IsPending,
     Key,
     NothingToPlan,
@@ -374,7 +373,7 @@ class SequentialEngine(ChainEngine):
             self._is_asked
             or settings.algorithm is not None
             or bool(settings.algorithm_options)
-            or not isinstance(settings.mem_slots, DefaultSlots)
+            or settings.mem_slots is not None
             or key.measured in self._loaded
         )
 

@@ -18,7 +18,7 @@ from rotor.common.checksums import checked_verify
 from rotor.common.model_state import refuse_unsuited_modules
 from rotor.common.ranks import Ranks
 from rotor.common.verbosity import heard
-from rotor.engines.contract import DEFAULT_SLOTS, Settings
+from rotor.engines.contract import Settings
 from rotor.engines.graph.calls import takes_targets
 from rotor.engines.graph.counting import checked_counts
 from rotor.meter import allocator as memory
@@ -163,7 +163,7 @@ class Checkpointable(ReportingModule):
     _settings_class: ClassVar[type[Settings]] = Settings
     mem_limit = Setting(checked_limit, plan_anew, "present_limit")
     total_limit = Setting(checked_total, plan_anew)
-    mem_slots = Setting(checked_slots, plan_anew)
+    mem_slots = Setting(checked_slots, plan_anew, "shown_slots")
     verbosity = Setting(int)
     preserve_rng_state = Setting()
     loss_tmp_memory_usage = Setting(checked_loss_bytes, plan_anew)
@@ -180,7 +180,7 @@ class Checkpointable(ReportingModule):
         model: nn.Module,
         custom_input: Any = None,
         mem_limit: int | str | None = None,
-        mem_slots: int = DEFAULT_SLOTS,
+        mem_slots: int | None = None,
         verbosity: int = 0,
         preserve_rng_state: bool = True,
         loss_tmp_memory_usage: int = 0,
@@ -208,7 +208,7 @@ class Checkpointable(ReportingModule):
             model,
             mem_limit=checked_limit(mem_limit),
             total_limit=checked_total(total_limit),
-            mem_slots=mem_slots if mem_slots is DEFAULT_SLOTS else checked_slots(mem_slots),
+            mem_slots=None if mem_slots is None else checked_slots(mem_slots),
             verbosity=verbosity,
             preserve_rng_state=preserve_rng_state,
             loss_tmp_memory_usage=checked_loss_bytes(loss_tmp_memory_usage),

@@ -42,7 +42,7 @@ from rotor.engines.chain.run import Run, run_chain
 from rotor.engines.chain.sharded import ShardedRun, find_sharding
 from rotor.engines.chain.sharded_proofs import ShardedProof
 from rotor.engines.chain.stages import Stage, find_stages, made_gradients, shared_parameters
-from rotor.engines.contract import Call, Context, DefaultSlots, IsPending, Key, StartMeter, Unsuited
+from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter, Unsuited
 from rotor.engines.learning import MeteredEngine, confirmed
 from rotor.engines.loss_guess import plan_with_guess
 from rotor.engines.peers import SharingRanks
@@ -387,7 +387,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             algorithm = LoadedSequence(loaded, None if is_strict else algorithm)
         inspection, ranks = self._inspections[key.measured], self.context.peers.ranks
         options = dict(self.settings.algorithm_options)
-        if not isinstance(self.settings.mem_slots, DefaultSlots):
+        if self.settings.mem_slots is not None:
             options.setdefault("mem_slots", self.settings.mem_slots)
         if ranks is not None:
             collective.share_loss(ranks, self.context.learned_loss, key.measured)
