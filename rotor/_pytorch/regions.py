@@ -27,7 +27,6 @@ __all__ = [
     "Template",
     "Tracing",
     "alike",
-    "is_accumulation",
     "is_available",
     "is_backward",
     "is_plain",
@@ -488,11 +487,6 @@ def add_input(graph: fx.Graph, name: str, value: Any) -> fx.Node:
 def is_backward(node: fx.Node) -> bool:
     """Return whether a node of a joint graph was traced in the backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def is_accumulation(node: fx.Node) -> bool:
-    """Return whether a node adds up gradients of one tensor from several uses."""
-    return bool(node.meta.get("is_gradient_acc"))
 
 
 def is_plain(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch import distributed
 from rotor._pytorch import core, devices
 from rotor.units import format_bytes
 
-__all__ = ["RankError", "Ranks", "agree", "digest", "sharers"]
+__all__ = ["RankError", "Ranks", "digest", "sharers"]
 
 logger = logging.getLogger("rotor")
 
@@ -246,40 +246,3 @@ def _found_sharers(device: torch.device, divided: int) -> int:
         )
         return divided
     return sum(store.get(name).decode() == mine for name in names)
-
-
-def agree(
-    value: T,
-    group: Any = None,
-    *,
-    merge: Callable[[list[Any]], Any] | None = None,
-    plan: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Plan once from the values of all ranks, and return the plan on each of them.
-
-    A collective operation over `group`.
-
-    Parameters
-    ----------
-    value
-        Value of this rank, such as a measure; anything that can be pickled.
-    group
-        A process group; the default one if ``None``.
-    merge
-        Function of the list of all ranks' values, in their order; by default the first value is
-        taken.
-    plan
-        Function that makes the plan of the merged value, called on the first rank only. Its error,
-        such as an `InfeasibleError`, is raised on every rank.
-
-    Returns
-    -------
-    The plan, or the merged value without `plan`.
-
-    Examples
-    --------
-    ``agree(measured_ns, group, merge=max)`` gives every rank the largest time.
-    """
-    ranks = Ranks(group)
-    merged = ranks.broadcast(value) if merge is None else merge(ranks.exchange(value))
-    return merged if plan is None else ranks.decide(lambda: plan(merged))

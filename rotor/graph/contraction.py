@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from rotor.graph.graph import Graph, Operation, Storage
 
-__all__ = ["block_of", "blocks", "contract", "followers", "forward_part", "places"]
-
-_CHEAP = 10
-"""A follower costs at most one part in this many of the operations before it."""
+__all__ = ["block_of", "blocks", "contract", "forward_part", "places"]
 
 
 def block_of(module: str) -> str:
@@ -28,18 +25,6 @@ def block_of(module: str) -> str:
         if part.isdigit():
             return ".".join(parts[:length])
     return ".".join(parts[:-1]) or module
-
-
-def _runs(graph: Graph, joins: Callable[[Sequence[int], int], bool]) -> list[list[int]]:
-    """Return operations in consecutive groups; an operation of another phase always begins one."""
-    groups: list[list[int]] = []
-    for index, op in enumerate(graph.operations):
-        group = groups[-1] if groups else []
-        if group and graph.operations[group[0]].phase == op.phase and joins(group, index):
-            group.append(index)
-        else:
-            groups.append([index])
-    return groups
 
 
 def places(graph: Graph) -> list[str]:
@@ -69,30 +54,15 @@ def blocks(graph: Graph) -> list[list[int]]:
 
     Operations without a module join the group before them if it goes on after them.
     """
-    names = [block_of(place) for place in places(graph)]
-    return _runs(graph, lambda group, index: names[group[-1]] == names[index])
-
-
-def followers(graph: Graph) -> list[list[int]]:
-    """Return groups of consecutive operations: one and the cheap ones that use its results.
-
-    They belong to the same module and phase, read what the group made, cost at most a tenth of it,
-    and neither draw random numbers nor have to run once.
-    """
-    operations = graph.operations
-
-    def joins(group: Sequence[int], index: int) -> bool:
-        op = operations[index]
-        made = {s for k in group for s in operations[k].outputs}
-        special = op.random or op.once or operations[group[0]].once
-        return (
-            not special
-            and op.module == operations[group[0]].module
-            and not made.isdisjoint(op.inputs)
-            and op.cost_ns * _CHEAP <= sum(operations[k].cost_ns for k in group)
-        )
-
-    return _runs(graph, joins)
+    operations, names = graph.operations, [block_of(place) for place in places(graph)]
+    groups: list[list[int]] = []
+    for index, op in enumerate(operations):
+        last = index - 1
+        if groups and operations[last].phase == op.phase and names[last] == names[index]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
 
 
 def contract(

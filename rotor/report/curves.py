@@ -34,7 +34,6 @@ def write_curve(
     limit_bytes: int | None = None,
     points: Sequence[Point] = (),
     title: str = "",
-    format: str | None = None,
 ) -> list[Path]:
     """Draw a curve to a file: memory and time in percent of a plain step, the limit marked.
 
@@ -52,8 +51,6 @@ def write_curve(
         Other methods, with seconds on the clock of `plain`.
     title
         Text above the picture.
-    format
-        Format of the file, by default its ending.
 
     Returns
     -------
@@ -85,7 +82,7 @@ def write_curve(
         ax.set_title(title)
     ax.legend(loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = format or path.suffix.removeprefix(".").lower()
+    kind = path.suffix.removeprefix(".").lower()
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
     figure.savefig(path, format=kind, metadata=metadata)
     return [path]

@@ -103,13 +103,11 @@ def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
     return written
 
 
-def panel_grid(
-    count: int, *, width: float = 3.2, height: float = 2.6, most_columns: int = _COLUMNS
-) -> tuple[Any, list[Any]]:
+def panel_grid(count: int, *, width: float = 3.2, height: float = 2.6) -> tuple[Any, list[Any]]:
     """Return a figure of `count` panels, of these inches each, and their axes."""
     from matplotlib.figure import Figure
 
-    columns = min(count, most_columns)
+    columns = min(count, _COLUMNS)
     rows = -(-count // columns)
     figure = Figure(figsize=(width * columns + 0.4, height * rows + 0.7), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)

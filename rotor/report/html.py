@@ -186,7 +186,6 @@ def sequence_page(
     figures: Sequence[tuple[str, str]],
     stages: Sequence[Sequence[str]],
     limit_bytes: int | None = None,
-    about: About | None = None,
 ) -> str:
     """Return a page on a schedule of a chain: figures, timeline, operations, stages.
 
@@ -200,14 +199,12 @@ def sequence_page(
         A table of the stages, its head first.
     limit_bytes
         The limit, drawn as a line in the timeline.
-    about
-        Heading of the page.
     """
     assert sequence.chain is not None
     names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]
     data = _sequence_data(sequence, sequence.chain, names, 0)
     data |= {"limit": limit_bytes, "measured": None, "own": 0, "traced": None}
-    return _page(about or About(), figures, [("All stages", stages)], data)
+    return _page(About(), figures, [("All stages", stages)], data)
 
 
 def _chain_data(plan: Plan) -> dict[str, Any]:

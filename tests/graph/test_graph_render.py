@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rotor.graph import Graph, Operation, Program, Storage, plan, render, simulate, summarise
-from rotor.graph.contraction import block_of, blocks, contract, followers, forward_part, places
+from rotor.graph.contraction import block_of, blocks, contract, forward_part, places
 from rotor.report.drawing import FORMATS, to_dot
 
 MODULES = ("", "stem", "layers.0.first", "layers.0.second", "layers.1.first", "head")
@@ -185,11 +185,10 @@ def test_groups_of_one_change_nothing(seed):
     assert [s.bytes for s in graph.storages] == [s.bytes for s in same.storages]
 
 
-@pytest.mark.parametrize("cut", [blocks, followers])
 @given(seed=st.integers(0, 10**9))
-def test_cuts_are_of_one_phase(cut, seed):
+def test_cuts_are_of_one_phase(seed):
     graph = random_graph(random.Random(seed), 30)
-    groups = cut(graph)
+    groups = blocks(graph)
     assert [index for group in groups for index in group] == list(range(len(graph)))
     for group in groups:
         assert len({graph.operations[index].phase for index in group}) == 1
@@ -221,19 +220,6 @@ def test_places_are_what_neighbours_have_in_common():
         ],
     )
     assert places(graph) == ["", "a.0.x", "a.0", "a.0.y", "", "a.1.x", ""]
-
-
-def test_followers_are_cheap_and_of_one_module():
-    costs = [100, 10, 11, 100, 1, 1]
-    modules = ["m", "m", "m", "m", "n", "n"]
-    inputs = [(), (0,), (1,), (2,), (3,), ()]
-    graph = Graph(
-        [1] * 6,
-        None,
-        [Operation(f"op{k}", costs[k], inputs[k], (k,), module=modules[k]) for k in range(6)],
-    )
-    assert followers(graph) == [[0, 1, 2], [3], [4], [5]]
-    assert next(op.name for op in contract(graph, followers(graph)).operations) == "op0 +2"
 
 
 def test_contraction_refuses_what_is_no_cut():
