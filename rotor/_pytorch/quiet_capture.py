@@ -110,7 +110,6 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         cached_draws_refused(),
         _unordered_settings(),
         _layouts_of_outputs(),
-        _untimed_guards(),
         _silent_logs(),
     ):
         # Dynamo reads the gradients of all tensors, also of those that are no leaves.
@@ -277,24 +276,6 @@ def _layouts_of_outputs() -> Iterator[None]:
         yield
     finally:
         owner.from_tensor = given
-
-
-@contextmanager
-def _untimed_guards() -> Iterator[None]:
-    """Have guards compiled without a measure of their time, for which all caches are flushed.
-
-    That took a fifth of the first step of a small model.
-    """
-    guards: Any = importlib.import_module("torch._dynamo.guards")
-    given = getattr(guards, "profile_guard_manager", None)
-    if given is None:
-        yield
-        return
-    guards.profile_guard_manager = lambda *_: 0.0
-    try:
-        yield
-    finally:
-        guards.profile_guard_manager = given
 
 
 @contextmanager

@@ -8,17 +8,17 @@ has neither parameters nor buffers of the module; the owner of the capture adds 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from rotor._pytorch import captures, core
 from rotor._pytorch import region_guards as guards
-from rotor._pytorch.lean_tracing import alone, graph_module, laid_out_as, lean_traces, relaid
 
 __all__ = [
     "MARK",
@@ -314,7 +314,6 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
 def regions(
     modules: Iterable[nn.Module],
     slots_of: Callable[[nn.Module], Any],
-    layouts: Mapping[Any, Callable[..., Any]],
 ) -> Iterator[Tracing]:
     """Have captures in the context trace one of alike modules; yield what is found.
 
@@ -324,8 +323,6 @@ def regions(
         Modules whose calls may be regions.
     slots_of
         Function of a module that returns a dictionary by the identities of its own tensors.
-    layouts
-        As of `lean_traces`.
     """
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import (
@@ -389,8 +386,7 @@ def regions(
     UnspecializedNNModuleVariable.call_function = of_module  # type: ignore[method-assign]
     UserFunctionVariable.call_function = of_function  # type: ignore[method-assign]
     try:
-        with lean_traces(layouts):
-            yield tracing
+        yield tracing
     finally:
         UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
         UnspecializedNNModuleVariable.call_function = call_module  # type: ignore[method-assign]
@@ -446,7 +442,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, known))
-    made = graph_module(module, graph)
+    made = fx.GraphModule(module, graph)
     made.meta = dict(module.meta)
     sources: Any = getattr(module, "_param_name_to_source", {})
     made._param_name_to_source = sources
@@ -502,7 +498,15 @@ def is_plain(node: fx.Node) -> bool:
 
 def stand_in(tensor: Any) -> Any:
     """Return a new fake tensor of a tensor's layout, in the mode of the running capture."""
-    return laid_out_as(tensor, _mode())
+    with unset_fake_temporarily():
+        made = torch.empty_strided(
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device="meta",
+            requires_grad=tensor.requires_grad,
+        )
+        return FakeTensor(_mode(), made, tensor.device)
 
 
 def _mode() -> Any:
@@ -516,12 +520,7 @@ def _mode() -> Any:
 def alike(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor of a fake tensor's layout on a storage of its own, of the same size."""
     nbytes = tensor.untyped_storage().nbytes()
-    if not tensor.storage_offset():
-        made = alone(tensor)
-        if made.untyped_storage().nbytes() == nbytes:
-            return made
-    storage = torch.UntypedStorage(nbytes, device="meta")
-    return relaid(tensor, storage, tensor.storage_offset())
+    return on_storage(tensor, torch.UntypedStorage(nbytes, device="meta"))
 
 
 def on_storage(tensor: Any, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
@@ -536,4 +535,6 @@ def on_storage(tensor: Any, storage: torch.UntypedStorage, shift: int = 0) -> to
     shift
         Elements between the tensor's place in its storage and in the other one.
     """
-    return relaid(tensor, storage, tensor.storage_offset() + shift)
+    made = torch.empty(0, dtype=tensor.dtype, device="meta")
+    made.set_(storage, tensor.storage_offset() + shift, tensor.shape, tensor.stride())
+    return FakeTensor(tensor.fake_mode, made, tensor.fake_device)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.fx.experimental import proxy_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from versions import needs_alike
 
 import rotor
 from rotor.engines.graph import capture as captures
-from rotor.errors import CaptureError
 
 LAYERS = 4
 
@@ -393,71 +388,6 @@ def test_layers_without_a_twin_are_not_reported():
     chk = _checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     _step(chk, torch.ones(3, 4))
     assert not _row(chk)
-
-
-def _codes(monkeypatch, *, layers: int) -> int:
-    """Number of graphs whose code is written in a capture."""
-    count = 0
-    original = fx.Graph.python_code
-
-    def counted(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        return original(self, *args, **kwargs)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Small() for _ in range(layers)])
-    with monkeypatch.context() as patched:
-        patched.setattr(fx.Graph, "python_code", counted)
-        capture, _ = captured(model, torch.ones(2, 3, 16), folds=True)
-    assert capture.folding.copied == layers - 1
-    return count
-
-
-@needs_alike
-def test_graphs_of_a_capture_are_not_written_as_code(monkeypatch):
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
-    # Dynamo has two bodies of layers in a graph, and writes them by themselves and within it.
-    assert _codes(monkeypatch, layers=5) == 5
-
-
-@needs_alike
-def test_graphs_of_a_capture_are_written_to_logs_that_ask_for_them(monkeypatch):
-    texts = []
-    log = logging.getLogger("torch._functorch._aot_autograd.graph_compile.__aot_graphs")
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    monkeypatch.setattr(log, "level", logging.INFO)
-    monkeypatch.setattr(log, "handlers", [handler])
-    log._cache.clear()
-    _codes(monkeypatch, layers=5)
-    log._cache.clear()
-    assert any("Backward graph" in text and "def forward" in text for text in texts)
-
-
-def _patched_names() -> list[Any]:
-    return [
-        proxy_tensor.TorchFunctionMetadataMode,
-        proxy_tensor.fast_detach,
-        proxy_tensor._extract_tensor_metadata,
-        proxy_tensor.ProxyTorchDispatchMode.__torch_dispatch__,
-        FakeTensorMode.__torch_dispatch__,
-        FunctionalTensorMode.__torch_dispatch__,
-        fx.GraphModule.print_readable,
-    ]
-
-
-def test_traces_of_others_are_as_before():
-    class Failing(Small):
-        def forward(self, x, mask=None, *, causal=False):
-            torch._dynamo.graph_break()
-            return super().forward(x)
-
-    before = _patched_names()
-    captured(nn.Sequential(*[Small() for _ in range(4)]), torch.ones(2, 3, 16), folds=True)
-    with pytest.raises(CaptureError, match="graph"):
-        captured(nn.Sequential(*[Failing() for _ in range(4)]), torch.ones(2, 3, 16), folds=True)
-    assert all(ours is theirs for ours, theirs in zip(_patched_names(), before, strict=True))
 
 
 class Looped(nn.Module):

@@ -33,7 +33,6 @@ from rotor._pytorch import (
 )
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
-from rotor._pytorch.lean_tracing import graph_module
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import release, reported
 from rotor.common.generators import SPLIT_BACKWARD
@@ -178,7 +177,7 @@ def _stub(
             known[output].meta.update(output.meta)
         made.append(known[output] if isinstance(output, fx.Node) else output)
     graph.output(tuple(made))
-    stub = graph_module(module, graph)
+    stub = fx.GraphModule(module, graph)
     # PyTorch copies the graph of a backward before it has it compiled.
     vars(stub)["__deepcopy__"] = lambda memo: stub
     return stub

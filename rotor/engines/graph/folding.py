@@ -9,6 +9,7 @@ the module's forward is written out instead, and traced with the rest.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import casts, core, regions
-from rotor._pytorch.lean_tracing import new_call
 from rotor.engines.graph.alike import Alike, Slot, Watch, alike_modules, own_slots
 from rotor.engines.graph.identities import TABLE, Table
 from rotor.engines.graph.region_ops import (
@@ -27,7 +27,6 @@ from rotor.engines.graph.region_ops import (
     DOUBTS,
     FAMILIES,
     FORWARD,
-    LAYOUTS,
     NUMBERS,
     Family,
     Region,
@@ -43,6 +42,9 @@ _ATTEMPTS = 3
 """Traces of a model that are made before its modules are traced with the rest."""
 
 _SLOT = "rotor_slot"
+
+_NUMBER = re.compile(r"_\d+$")
+"""Number at the end of a node's name."""
 
 
 class Changed(Exception):
@@ -142,7 +144,8 @@ class _Copy:
     def _write(self, graph: fx.Graph, node: fx.Node) -> None:
         args = fx.node.map_arg(node.args, self._known.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self._known.__getitem__) if node.kwargs else {}
-        made = new_call(graph, node, args, kwargs)
+        name = _NUMBER.sub("", node.name)
+        made = graph.create_node("call_function", node.target, args, kwargs, name)
         meta = made.meta
         meta.update(node.meta)
         meta["val"] = self._value(node)
@@ -244,7 +247,7 @@ class Folding:
         """Have alike modules of a module be traced once in the context."""
         self.watch = Watch(module)
         self.alike = alike_modules(module)
-        with regions.regions(self.alike.modules, own_slots, LAYOUTS) as self._tracing:
+        with regions.regions(self.alike.modules, own_slots) as self._tracing:
             try:
                 yield
             finally:

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, regions
-from rotor._pytorch.lean_tracing import graph_module
 
 __all__ = [
     "BACKWARD",
@@ -23,7 +22,6 @@ __all__ = [
     "DOUBTS",
     "FAMILIES",
     "FORWARD",
-    "LAYOUTS",
     "NUMBERS",
     "Family",
     "Region",
@@ -154,10 +152,6 @@ for _name, _fake in (
     torch.library.register_fake(f"rotor_capture::{_name}", _fake, lib=_LIBRARY)
 
 
-LAYOUTS = {FORWARD: _fake_call, BACKWARD: _fake_backward}
-"""Functions that return the results of operations without values, by operator."""
-
-
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, *inputs: torch.Tensor) -> Any:
@@ -222,7 +216,7 @@ def _with_layouts(body: fx.GraphModule, layouts: dict[int, list[int]]) -> fx.Gra
     for k, strides in layouts.items():
         outputs[k] = graph.call_function(_laid_out, (outputs[k], strides))
     graph.output(tuple(outputs))
-    return graph_module(body, graph)
+    return fx.GraphModule(body, graph)
 
 
 def family_of(template: regions.Template, values: list[Any], decompositions: Any) -> Family:
