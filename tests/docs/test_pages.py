@@ -71,7 +71,7 @@ def test_operations_name_their_line(page):
     codes = [op[11] for op in data_of(page)["ops"] if op[0].startswith("tanh")]
     assert codes
     for code in codes:
-        assert re.fullmatch(r"tests/test_pages\.py:\d+: x = torch\.tanh\(layer\(x\)\).*", code)
+        assert re.fullmatch(r"docs/test_pages\.py:\d+: x = torch\.tanh\(layer\(x\)\).*", code)
 
 
 def test_lines_of_pytorch_and_of_the_engines_are_left_out():
