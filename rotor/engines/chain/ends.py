@@ -17,7 +17,6 @@ from rotor._pytorch import core
 from rotor.common.tensor_trees import Flags, tree_tensors, with_tensors
 
 __all__ = [
-    "apply_handoff",
     "arrived_gradient",
     "as_inputs",
     "keeping_nothing",
@@ -69,7 +68,7 @@ class _Input(Function):
         return None, None
 
 
-apply_handoff = core.bare_apply(_Handoff)
+_apply_handoff = core.bare_apply(_Handoff)
 _apply_input = core.bare_apply(_Input)
 
 
@@ -80,7 +79,7 @@ def root_of(
     if len(outputs) == 1 and outputs[0].nbytes < _HANDOFF_BYTES:
         return outputs[0], None
     cell: list[Any] = []
-    return apply_handoff(cell, token, *outputs), cell
+    return _apply_handoff(cell, token, *outputs), cell
 
 
 def leaf_flags(value: Any) -> Flags:

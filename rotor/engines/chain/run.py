@@ -133,13 +133,13 @@ class Run:
     preserve_rng_state
         True to recompute with the random numbers of the first forward.
     flags
-        Flags of the tensors of each activation that require gradients, [n + 1]; ``None``: all that
-        could.
+        Flags of the tensors of activations that require gradients, [n + 1]; by default, all.
     proof
         Comparison of recomputed values with the first ones.
     accumulate
-        True to let the nested backward add to ``.grad`` of the parameters, instead of returning
-        their gradients.
+        True to let the nested backward add to ``.grad`` of the parameters, and return nothing.
+    device
+        Device of the stages; by default that of `arg`.
 
     Attributes
     ----------
@@ -157,6 +157,7 @@ class Run:
         flags: Sequence[Flags] | None = None,
         proof: StageProof | None = None,
         accumulate: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         n, head, tail = schedule.n, schedule.head, schedule.tail
         self.stages = stages
@@ -164,7 +165,7 @@ class Run:
         self.accumulate = accumulate
         self.proof = proof
         self.is_passed = False
-        self.device = tree_tensors(arg)[0].device
+        self.device = device or tree_tensors(arg)[0].device
         self.token = token_of(self.device)
         self.source = source_of(self.device)
         self.x: list[Any] = [None] * (n + 1)
@@ -222,9 +223,8 @@ class Run:
         else:
             if i == self.schedule.head and versions(x) != self.input_versions:
                 raise RuntimeError(
-                    "the input of the chain was changed in place between its forward and its "
-                    f"backward, and stage {stage.name} has to be recomputed from it: change a "
-                    "copy of the input instead"
+                    f"the input of {stage.name} was changed in place between its forward and its "
+                    "backward, from which that runs again: change a copy instead"
                 )
             self.left[i] -= 1
             y = snapshot.recompute(x, last=self.left[i] == 0)

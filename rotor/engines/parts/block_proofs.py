@@ -91,7 +91,7 @@ def observe_blocks(
         k = places[module]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            x = (forward, (args, kwargs))
+            stages[k].forward, x = forward, (args, kwargs)
             named = zip(stages[k].names, stages[k].functions, strict=True)
             with trial(named, (), device, is_guarded=False, is_sharded=True):
                 if saves.on_top():

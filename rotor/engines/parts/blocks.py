@@ -15,31 +15,23 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
-from torch.autograd.function import Function
 
-from rotor._pytorch import core
+from rotor.algorithms.sequence import Backward, ForwardCheck, ForwardEnable, Loss
 from rotor.common.forward_patch import PatchedForwards
-from rotor.common.generators import RngTracker
-from rotor.common.modes import Modes
-from rotor.common.tensor_trees import (
-    Flags,
-    detached,
-    flagged,
-    grad_flags,
-    tree_tensors,
-    versions,
-    with_tensors,
-)
-from rotor.engines.chain.ends import apply_handoff, arrived_gradient, as_inputs, source_of
-from rotor.engines.chain.sharded import ShardedStage, Sharding
-from rotor.engines.chain.snapshot import Snapshot
+from rotor.common.tensor_trees import Flags, tree_tensors, versions
+from rotor.engines.chain.run import Run
+from rotor.engines.chain.schedule import Schedule
+from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
 from rotor.engines.graph.offloading import Placed
 from rotor.engines.parts.offloading import PlacedStep
 
-__all__ = ["AGAIN", "FIRST_PROGRAM", "KEPT", "BlockCall", "BlockStage", "BlockStep", "Marks"]
+__all__ = ["AGAIN", "FIRST_PROGRAM", "KEPT", "BlockRun", "BlockStage", "BlockStep", "Marks"]
 
 AGAIN, KEPT, FIRST_PROGRAM = 0, 1, 2
 """Options of a block: computed again, kept by autograd, the programs of its graph."""
+
+_TWICE = Schedule([ForwardCheck(0), Loss(1), ForwardEnable(0), Backward(0)], 1, plain_tail=False)
+"""Schedule of a block that is computed again."""
 
 
 class Marks(Protocol):
@@ -49,14 +41,20 @@ class Marks(Protocol):
         """Begin a part of the step."""
 
 
-class Comparisons(Protocol):
-    """Comparison of a step's recomputed values with the first ones."""
+class _ProofOf:
+    """Comparison of the output of one block, as of a chain's only stage."""
 
-    def first(self, k: int, value: Any) -> None:
-        """Note the output of block k when it is computed for the first time."""
+    def __init__(self, proof: Any, k: int) -> None:
+        self._proof, self._k = proof, k
 
-    def again(self, k: int, value: Any) -> None:
-        """Compare the recomputed output of block k."""
+    def first(self, _: int, value: Any) -> None:
+        self._proof.first(self._k, value)
+
+    def again(self, _: int, value: Any) -> None:
+        self._proof.again(self._k, value)
+
+    def settle(self) -> None:
+        """Do nothing: all blocks are settled together, after the backward."""
 
 
 class Programs(Protocol):
@@ -77,9 +75,7 @@ class Programs(Protocol):
 
 
 class BlockStage(ShardedStage):
-    """Block in the form of a stage that `rotor.common.generators.Snapshot` runs again.
-
-    It is called with its module's forward and the arguments of the forward.
+    """Block in the form of a stage; its input is the arguments of its module's forward.
 
     Parameters
     ----------
@@ -87,12 +83,18 @@ class BlockStage(ShardedStage):
         Block.
     sharding
         Sharding of the model.
+
+    Attributes
+    ----------
+    forward
+        Forward of the module that runs, which a step replaces by another one.
     """
 
-    __slots__ = ()
+    __slots__ = ("forward",)
 
     def __init__(self, name: str, module: nn.Module, sharding: Sharding) -> None:
         super().__init__([name], [module], sharding)
+        self.forward: Callable[..., Any] = module.forward
 
     @property
     def module(self) -> nn.Module:
@@ -103,212 +105,87 @@ class BlockStage(ShardedStage):
 
     def __call__(self, x: Any) -> Any:
         """Run the forward."""
-        forward, (args, kwargs) = x
-        return forward(*args, **kwargs)
+        args, kwargs = x
+        return self.forward(*args, **kwargs)
 
 
-class _Out(Function):
-    """Node that passes a block's outputs to the graph; its backward takes their gradients."""
+class BlockRun(ShardedRun):
+    """Call of a block that its backward computes again: the run of a chain of one stage.
 
-    @staticmethod
-    def forward(ctx: Any, call: BlockCall, token: torch.Tensor) -> Any:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        outputs = call.take_outputs()
-        ctx.mark_non_differentiable(
-            *[t for t, flag in zip(outputs, call.flags, strict=True) if not flag]
-        )
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        call: BlockCall = ctx.call
-        call.take_gradients(
-            [g for g, flag in zip(gradients, call.flags, strict=True) if flag],
-        )
-        return None, call.token
-
-
-class _In(Function):
-    """Node that takes a block's inputs from the graph; its backward is the whole block's."""
-
-    @staticmethod
-    def forward(ctx: Any, call: BlockCall, token: torch.Tensor, *_: torch.Tensor) -> Any:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, *ctx.call.backward()
-
-
-_apply_out = core.bare_apply(_Out)
-_apply_in = core.bare_apply(_In)
-
-
-class BlockCall:
-    """Call of a block that its backward computes again.
+    The parameters are gathered and reduced by FSDP2's hooks around the block.
 
     Parameters
     ----------
-    stage
-        Block.
-    flags
-        Flags of the tensors of its output that require gradients.
-    forward, args, kwargs
-        Call to run.
-    token
-        Scalar on the block's device.
-    rng
-        Reader of random states, ``None`` if they are not to be preserved.
-    on_phase
+    stage, flags, value
+        Block, flags of the tensors of its output that require gradients, and its arguments.
+    device
+        Device of the block.
+    preserve_rng_state
+        True to recompute with the random numbers of the first forward.
+    proof
+        Comparison of its output; ``None`` in unverified steps.
+    tell
         Function called at the start of the backward, between recomputation and gradients, and at
         the end: with "backward", "recorded" and "before".
-    proof, k
-        Proof of its output, as that of block `k`; ``None`` in unverified steps.
-
-    Attributes
-    ----------
-    is_done
-        True if the backward has run, and nothing is kept.
     """
 
     def __init__(
         self,
         stage: BlockStage,
         flags: Flags,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        token: torch.Tensor,
-        rng: RngTracker | None,
-        on_phase: Callable[[str], None] | None,
-        proof: Comparisons | None,
-        k: int,
+        value: Any,
+        device: torch.device,
+        *,
+        preserve_rng_state: bool,
+        proof: Any,
+        tell: Callable[[str], None],
     ) -> None:
-        self.flags = flags
-        self._proof = proof
-        self._k = k
-        self.token = token
-        self.is_done = False
-        self._stage = stage
-        self._forward = forward
-        self._on_phase = on_phase
-        self._value: Any = detached((args, kwargs))
-        self._versions = versions((args, kwargs))
-        self._input_flags = grad_flags((args, kwargs))
-        self._modes = Modes(token.device.type)
-        self._gradients: list[torch.Tensor | None] | None = None
-        self._is_begun = False
-        if rng is not None:
-            rng.latest = None
-        self._snapshot: Snapshot | None = Snapshot(stage, rng)
-        self._outputs: list[torch.Tensor] = []
+        self._tell = tell
+        super().__init__(
+            [stage],
+            _TWICE,
+            value,
+            device=device,
+            preserve_rng_state=preserve_rng_state,
+            flags=[(), flags],
+            proof=proof,
+        )
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the block's output, in the graph of the caller."""
-        assert self._snapshot is not None
-        with torch.no_grad():
-            y = self._stage((self._forward, self._value))
-            self._snapshot.finish()
-        if self._proof is not None:
-            self._proof.first(self._k, y)
-        if self._modes.is_autocast:
-            torch.clear_autocast_cache()
-        if versions((args, kwargs)) != self._versions:
+    def output(self, value: Any) -> Any:
+        """Run the forward; return the block's output, in the graph of the caller."""
+        self.forward()
+        if versions(value) != self.input_versions:
             raise RuntimeError(
-                f"block {self._stage.name} changed its input in place, which it did not do when "
+                f"block {self.stages[0].name} changed its input in place, which it did not do when "
                 "it was measured: it cannot be computed again. Call measure() again with the model "
                 "as it is now"
             )
-        self._outputs = [tensor.detach() for tensor in tree_tensors(y)]
-        if len(self._outputs) != len(self.flags):
+        return self.attach(value)
+
+    def _note(self, i: int, y: Any) -> Flags:
+        """Return the flags of the output; raise RuntimeError if that is another one."""
+        flags, count = super()._note(i, y), len(tree_tensors(y))
+        if count != len(flags):
             raise RuntimeError(
-                f"block {self._stage.name} returned {len(self._outputs)} tensors, and "
-                f"{len(self.flags)} when it was measured: call measure() again with the model as "
-                "it is now"
+                f"block {self.stages[0].name} returned {count} tensors, and {len(flags)} when it "
+                "was measured: call measure() again with the model as it is now"
             )
-        inputs = flagged((args, kwargs), self._input_flags)
-        token = _apply_in(self, self.token.detach().requires_grad_(), *inputs)
-        return with_tensors(y, _apply_out(self, token))
+        return flags
 
-    def take_outputs(self) -> list[torch.Tensor]:
-        """Return the outputs, once."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def take_gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        """Begin the backward.
-
-        Raises
-        ------
-        RuntimeError
-            The backward has begun before, or is to be differentiated itself.
-        """
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a backward with create_graph=True cannot go through a block of FSDP2 that is "
-                "computed again: use the plain model (chk.module), or the model without FSDP2, "
-                "which runs its forward again for it"
-            )
-        if self._is_begun:
-            raise RuntimeError(
-                "a second backward through the same forward: what it kept was freed by the first "
-                "one. Call the model again before each backward; retain_graph=True works only for "
-                "the plain model (chk.module)"
-            )
-        self._is_begun = True
-        self._gradients = gradients
-
-    def backward(self) -> list[torch.Tensor | None]:
-        """Run the block again, and backward; return gradients of its inputs that require one."""
-        given, self._gradients = self._gradients, None
-        if given is None:
-            return [None] * sum(self._input_flags)
+    def backward_to(
+        self, stage: int, need_x: bool, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """Run the block again, and its backward."""
         self._tell("backward")
-        try:
-            if self._modes.are_current():
-                wanted, root, cell = self._record()
-            else:
-                with self._modes:
-                    wanted, root, cell = self._record()
-            self._value = self._snapshot = None
-            self._tell("recorded")
-            cell.append(given)
-            del given
-            torch.autograd.backward(root, self.token)
-        finally:
-            self._release()
+        found = super().backward_to(stage, need_x, needs)
         self._tell("before")
-        return [arrived_gradient(tensor) for tensor in wanted]
+        return found
 
-    def _record(self) -> tuple[list[torch.Tensor], torch.Tensor, list[Any]]:
-        assert self._snapshot is not None
-        if versions(self._value) != self._versions:
-            raise RuntimeError(
-                f"an input of block {self._stage.name} was changed in place between its forward "
-                "and its backward, and the block has to be computed again from it: change a copy "
-                "instead"
-            )
-        with torch.enable_grad():
-            given, wanted = as_inputs(self._value, self._input_flags, source_of(self.token.device))
-            y = self._snapshot.recompute((self._forward, given), last=True)
-            if self._proof is not None:
-                self._proof.again(self._k, y)
-            cell: list[Any] = []
-            root = apply_handoff(cell, self.token, *flagged(y, self.flags))
-        if self._modes.is_autocast:
-            torch.clear_autocast_cache()
-        return wanted, root, cell
-
-    def _tell(self, name: str) -> None:
-        if self._on_phase is not None:
-            self._on_phase(name)
-
-    def _release(self) -> None:
-        self._value = self._snapshot = None
-        self.is_done = True
+    def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+        """Run the backward of the block, which may need less than its input."""
+        self.x[0] = None
+        self._tell("recorded")
+        return Run.back(self, i, need_x, needs)
 
 
 class BlockStep:
@@ -365,13 +242,13 @@ class BlockStep:
         self._flags = flags
         self._choice = choice
         self._graphs = graphs
-        self._rng = RngTracker(device) if preserve_rng_state else None
-        self._token = torch.zeros((), device=device)
+        self._device = device
+        self._preserve_rng_state = preserve_rng_state
         self._marks = marks
         self._details = details
         self._places = {stage.module: k for k, stage in enumerate(stages)}
         self._called: set[int] = set()
-        self.latest: BlockCall | None = None
+        self.latest: BlockRun | None = None
         self.failed: list[int] = []
 
     def __enter__(self) -> Self:
@@ -414,20 +291,18 @@ class BlockStep:
             y, is_done = self._run_program(k, graph, option - FIRST_PROGRAM, args, kwargs)
             if is_done:
                 return y
-        call = BlockCall(
-            self._stages[k],
+        stage, value = self._stages[k], (args, kwargs)
+        stage.forward = forward
+        self.latest = BlockRun(
+            stage,
             self._flags[k],
-            forward,
-            args,
-            kwargs,
-            self._token,
-            self._rng,
-            self._teller(k),
-            self._proof,
-            k,
+            value,
+            self._device,
+            preserve_rng_state=self._preserve_rng_state,
+            proof=None if self._proof is None else _ProofOf(self._proof, k),
+            tell=self._teller(k),
         )
-        self.latest = call
-        return call.run(args, kwargs)
+        return self.latest.output(value)
 
     def _run_program(
         self, k: int, graph: Programs, number: int, args: Any, kwargs: Any
@@ -442,16 +317,14 @@ class BlockStep:
             self.failed.append(k)
         return y, is_done
 
-    def _teller(self, k: int) -> Callable[[str], None] | None:
+    def _teller(self, k: int) -> Callable[[str], None]:
         marks, details = self._marks, self._details
-        if marks is None:
-            return None
 
-        def on_phase(name: str) -> None:
-            if details or name != "recorded":
+        def tell(name: str) -> None:
+            if marks is not None and (details or name != "recorded"):
                 marks.mark(f"{name} {k}")
 
-        return on_phase
+        return tell
 
 
 def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:

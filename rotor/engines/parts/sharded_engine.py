@@ -272,7 +272,7 @@ class ShardedBlocksEngine(MeteredEngine):
 
         def is_pending() -> bool:
             found = None if held is None else held()
-            return found is not None and not found.is_done
+            return found is not None and not found.is_done()
 
         return self.context.with_loss(output, call.targets), is_pending
 
