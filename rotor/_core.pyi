@@ -491,7 +491,7 @@ class Handler:
     clock: Callable[[], int] | None
     module: str | None
     watches_writes: bool
-    rest_bytes: int
+    slack_bytes: int
     unread_blocks: int
     def __new__(
         cls,

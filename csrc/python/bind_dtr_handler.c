@@ -281,7 +281,7 @@ static int complete(py_handler_t *self, py_run_t *run, PyObject *results) {
     return ret;
 }
 
-/* Smaller sums are not worth the question. */
+/* Sums below this size are not looked at. */
 #define LEAST_IN_PLACE_BYTES 4096
 
 /* 1 if this is a sum of autograd's engine whose first term nothing else holds: without a mode the

@@ -173,7 +173,7 @@ typedef struct {
     int64_t block_bytes;
     int64_t small_bytes;
     int64_t seen_thrashes;
-    int64_t rest_bytes;    /* that may be kept with a large block; 0: the allocator keeps none */
+    int64_t slack_bytes;    /* that may be kept with a large block; 0: the allocator keeps none */
     int64_t unread_blocks; /* large ones made since the device's counter was read */
     int32_t longest_chain;
     int32_t sole_references;
@@ -313,7 +313,7 @@ PyObject *py_operator_flags(py_handler_t *self, int32_t count);
 /* How many of them matter to an operator. */
 int32_t py_flags_of(const py_handler_t *self, const py_kernel_t *kernel);
 
-/* bind_dtr_replay.c. Evicts until so many bytes fit, at least `least`, and the rests of segments that
+/* bind_dtr_replay.c. Evicts until so many bytes fit, at least `least`, and the slack of segments that
  * the allocator may keep with them. needs: of the operator, or NULL: it makes nothing. */
 int py_operator_make_room(py_handler_t *self, PyObject *session, const py_needs_t *needs,
                           int64_t bytes, int64_t least);

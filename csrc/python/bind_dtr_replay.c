@@ -14,7 +14,7 @@ static int64_t large_blocks_of(const py_needs_t *needs) {
 int py_operator_ask_room(py_handler_t *self, PyObject *session, const py_needs_t *needs,
                          int64_t bytes, int64_t least) {
     int64_t blocks = large_blocks_of(needs);
-    PyObject *wished = PyLong_FromLongLong(bytes + self->rest_bytes * blocks);
+    PyObject *wished = PyLong_FromLongLong(bytes + self->slack_bytes * blocks);
     PyObject *needed = wished == NULL ? NULL : PyLong_FromLongLong(least);
     int ret = needed == NULL ? -1 : py_did(py_ask(self, session, _make_room, wished, needed));
     Py_XDECREF(wished);
@@ -27,9 +27,9 @@ int py_operator_make_room(py_handler_t *self, PyObject *session, const py_needs_
                           int64_t bytes, int64_t least) {
     const rotor_recorder_t *book = &self->recorder->book;
     int64_t blocks = large_blocks_of(needs);
-    int64_t rests = self->rest_bytes * (self->unread_blocks + blocks);
+    int64_t slack = self->slack_bytes * (self->unread_blocks + blocks);
     if (book->options.budget != ROTOR_UNLIMITED &&
-        book->current_bytes > book->options.budget - bytes - rests) {
+        book->current_bytes > book->options.budget - bytes - slack) {
         return py_operator_ask_room(self, session, needs, bytes, least);
     }
     self->unread_blocks += blocks;

@@ -282,7 +282,7 @@ static PyMemberDef handler_members[] = {
      "Weak references to what operators make are appended to this list; None: to none."},
     {"clock", T_OBJECT, offsetof(py_handler_t, clock), 0,
      "Called for the time, ns; None: the system's clock."},
-    {"rest_bytes", T_LONGLONG, offsetof(py_handler_t, rest_bytes), 0,
+    {"slack_bytes", T_LONGLONG, offsetof(py_handler_t, slack_bytes), 0,
      "The most that the allocator keeps with a block above 1 MiB."},
     {"unread_blocks", T_LONGLONG, offsetof(py_handler_t, unread_blocks), 0,
      "Such blocks made since the device's counter was read."},

@@ -389,7 +389,7 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
 
 
 @contextmanager
-def alone(known: Iterable[Unit]) -> Iterator[None]:
+def ending_backwards_of(known: Iterable[Unit]) -> Iterator[None]:
     """End backwards for these units only; others, whole now, stay so with their gradients."""
     contexts: dict[int, tuple[Any, list[Any]]] = {}
     for unit in known:

@@ -184,7 +184,7 @@ def budget(
         offload=offload,
     )
     session.observer = _observer_of(record_log, session)
-    session.count_rests()
+    session.count_slack()
     failed = True
     try:
         with (

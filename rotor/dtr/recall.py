@@ -18,8 +18,8 @@ from rotor.common.frames import warn_caller
 from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
 from rotor.dtr.repeating import Verifier, verifying_bytes
-from rotor.dtr.rests import Rests
 from rotor.dtr.signatures import known_needs, read_times
+from rotor.dtr.slack import Slack
 from rotor.dtr.storages import StorageRef, Store, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter import allocator
@@ -168,7 +168,7 @@ class Recall:
         self.device = device
         self.limit = limit
         self.outside_bytes = self.told_bytes = 0
-        self._rests: Rests | None = None
+        self._slack: Slack | None = None
         self._strict = strict
         self._bytes = bytes_of(storage_swap)
         self._proof_bytes = verifying_bytes(device) if verify else 0
@@ -234,26 +234,26 @@ class Recall:
         self._verifier = self._handler.verifier = None
 
     def _apart_bytes(self, limit: int) -> int:
-        """Return the bytes of a limit for what no operator makes: scraps, rests, and checksums."""
-        return max(scrap_bytes(limit) + self.outside_bytes, self._rest_bytes) + self._proof_bytes
+        """Return the bytes of a limit for what no operator makes: scraps, slack, and checksums."""
+        return max(scrap_bytes(limit) + self.outside_bytes, self._slack_bytes) + self._proof_bytes
 
     @property
-    def _rest_bytes(self) -> int:
-        return 0 if self._rests is None else self._rests.nbytes
+    def _slack_bytes(self) -> int:
+        return 0 if self._slack is None else self._slack.nbytes
 
-    def count_rests(self) -> None:
+    def count_slack(self) -> None:
         """Have the limit include what an accelerator's counter has beyond storages, from now on."""
         if self.limit is not None and not self._is_cpu and devices.has_counters(self.device):
             # What libraries take once is no rest.
             devices.prepare(self.device)
-            self._rests = Rests(self.device)
-            self._handler.rest_bytes = self._rests.most_per_block
+            self._slack = Slack(self.device)
+            self._handler.slack_bytes = self._slack.most_per_block
 
-    def _read_rests(self) -> int:
+    def _read_slack(self) -> int:
         """Return the bytes of the session's storages, and let the limit follow the device."""
         current: int = self._book.counters()["current_bytes"]
-        if self._rests is not None:
-            self._rests.read(current)
+        if self._slack is not None:
+            self._slack.read(current)
             self._handler.unread_blocks = 0
             self._follow()
         return current
@@ -264,7 +264,7 @@ class Recall:
 
     def _warn_of_excess(self) -> None:
         """Warn if the device's own counter passed the budget, and nothing has said so yet."""
-        peak = None if self._rests is None or self._overflows else self._rests.peak_bytes()
+        peak = None if self._slack is None or self._overflows else self._slack.peak_bytes()
         if peak is not None and self.limit is not None and peak > self.limit:
             self._overflows += 1
             warn_caller(
@@ -281,8 +281,8 @@ class Recall:
         Where this is a wish, it may stay one.
         """
         read_times(self.device)
-        if self._rests is not None:
-            self._read_rests()
+        if self._slack is not None:
+            self._read_slack()
         make_room, now = self._book.make_room, CLOCK or perf_counter_ns
         start = now()
         taking = 0
@@ -308,8 +308,8 @@ class Recall:
                 self._cost_ns += took - taking
             return
         assert self.limit is not None
-        # What was evicted has taken its rests along.
-        current = self._read_rests() + self._apart_bytes(self.limit)
+        # Evicting a block also frees the unusable remainder of its segment.
+        current = self._read_slack() + self._apart_bytes(self.limit)
         if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:

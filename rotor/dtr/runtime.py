@@ -291,7 +291,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
                 again = 2 * made + needs.workspace_bytes
                 Recall._make_room(self, again, 0, is_wish=True)
                 if not self._fits(again):
-                    # Another time: until then they are kept.
+                    # No room to test repeatability now: keep the results, test at a later call.
                     return False
             known = known_repeats()[key] = repeats(operator, args, kwargs, results, states)
         return known or self._keep(operator)

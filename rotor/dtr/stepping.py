@@ -124,7 +124,7 @@ class StepSession(Session):
         """Keep within so many bytes if possible, and within the limit in any case."""
         assert self.limit is not None
         self._aimed = wished
-        self._book.limit(max(min(wished, self.limit - self._rest_bytes) - self._proof_bytes, 0))
+        self._book.limit(max(min(wished, self.limit - self._slack_bytes) - self._proof_bytes, 0))
 
     def _follow(self) -> None:
         self.aim(self._aimed)
@@ -139,10 +139,10 @@ class StepSession(Session):
 
     def leave_room(self, nbytes: int, least: int) -> None:
         """Evict until `nbytes` of the limit are left; BudgetError: fewer than `least` are."""
-        rest_bytes = self._handler.rest_bytes
-        if rest_bytes > 0:
+        slack_bytes = self._handler.slack_bytes
+        if slack_bytes > 0:
             # The blocks that a loss makes are the allocator's to cut.
-            nbytes += rest_bytes * min(nbytes // rest_bytes, LOSS_GRADIENTS)
+            nbytes += slack_bytes * min(nbytes // slack_bytes, LOSS_GRADIENTS)
         nodes = {ref.node for ref in self._kept_refs if ref() is not None}
         with self._handler, dispatch.without_modes():
             self._book.begin(list(nodes))

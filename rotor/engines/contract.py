@@ -528,7 +528,7 @@ class Engine(ABC):
         """Return the limit of a step on a device, from the given limit."""
         return given(device)
 
-    def take_over(self, reason: str) -> None:
+    def warn_of_fallback(self, reason: str) -> None:
         """Warn, if due, that earlier engines have refused a kind of step."""
 
     def try_out(self, key: Key, call: Call) -> None:

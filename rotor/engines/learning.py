@@ -63,7 +63,7 @@ class MeteredEngine(Engine):
                 raise
             old.outdated = False
             if old.device.type != "cpu" and old.meterings == 1:
-                # A first step is no evidence there: another one is metered.
+                # There a first step includes one-time workspaces of libraries: meter another one.
                 old.reserve_bytes, old.measured_bytes = 0, None
             else:
                 self.warn_over(old, error.minimum_bytes)
@@ -108,7 +108,7 @@ class MeteredEngine(Engine):
     def _give_back(self, plan: Any, step: StepBytes) -> None:
         """Reduce a reserve, once, of which a step on an accelerator needed less than half.
 
-        A first step is no evidence there: libraries of kernels take memory at their first calls.
+        A first step there includes one-time workspaces of libraries of kernels.
         """
         if plan.device.type == "cpu" or plan.has_given_back or not plan.reserve_bytes:
             return

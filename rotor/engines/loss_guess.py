@@ -51,7 +51,7 @@ def plan_with_guess(
         except InfeasibleError as error:
             if reserve == least_bytes:
                 raise
-            # At its moment the loss adds its whole reserve, which shrinks by the excess.
+            # The reserve counts fully at the loss: less of it lowers the peak as much.
             over = max(error.minimum_bytes - limit_bytes, 1)
             reserve = max(reserve - over, least_bytes)
             continue

@@ -48,7 +48,7 @@ class Announcer:
         finally:
             self._seconds += time.perf_counter() - begun
 
-    def see(self, plan: Any) -> None:
+    def log_plan(self, plan: Any) -> None:
         """Tell of a plan that is about to run, if time was spent on it, or if it has become better.
 
         Of a plan that cannot keep its limit, warnings tell.

@@ -27,7 +27,6 @@ from rotor.tier.interface import Tier
 from rotor.tier.offload import checked_offload
 from rotor.units import parse_bytes
 from rotor.wrapper.driver import Driver
-from rotor.wrapper.habits import warn_of_forward
 from rotor.wrapper.registry import ENGINES
 from rotor.wrapper.reporting import ReportingModule
 from rotor.wrapper.setting import (
@@ -40,6 +39,7 @@ from rotor.wrapper.setting import (
     plan_anew,
 )
 from rotor.wrapper.transparent import ShownForward, shown
+from rotor.wrapper.usage_warnings import warn_of_forward
 
 __all__ = ["BACKENDS", "Checkpointable"]
 

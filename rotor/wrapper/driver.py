@@ -46,7 +46,12 @@ from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import TAKEN_OVER, Attempts
 from rotor.wrapper.caches import CacheRule
-from rotor.wrapper.habits import (
+from rotor.wrapper.kinds import unused_kinds
+from rotor.wrapper.limits import Limits
+from rotor.wrapper.metering import observer_of_step
+from rotor.wrapper.order import Order
+from rotor.wrapper.sharing import agree_to_share
+from rotor.wrapper.usage_warnings import (
     RerunNotes,
     refuse_outer_transforms,
     runs_first,
@@ -55,11 +60,6 @@ from rotor.wrapper.habits import (
     warn_of_measuring,
     warn_of_searches,
 )
-from rotor.wrapper.kinds import unused_kinds
-from rotor.wrapper.limits import Limits
-from rotor.wrapper.metering import observer_of_step
-from rotor.wrapper.order import Order
-from rotor.wrapper.sharing import agree_to_share
 
 __all__ = ["Driver"]
 
@@ -442,7 +442,7 @@ class Driver:
         self._thread = threading.get_ident()
         is_beside = self._is_other_pending()
         if cancel_running(all_steps=False) or is_beside:
-            # One backward will run several steps.
+            # Another step's backward is pending: a meter would mix both steps.
             self._is_crowded = True
         self.context.is_stepping = True
         try:
@@ -465,7 +465,7 @@ class Driver:
             # The order of the plans is that of their last use.
             self.context.plans[plan.key] = self.context.plans.pop(plan.key)
         self.context.latest, self.context.latest_key = plan, plan.key
-        self._announcer.see(plan)
+        self._announcer.log_plan(plan)
         key = plan.key
         if self.is_pending():
             self._warn_pending(plan.limit_bytes)
@@ -476,7 +476,7 @@ class Driver:
             # The call was captured again.
             with self._announcer.timed(begun):
                 plan = self._make(plan.key, plan.reserve_bytes)
-            self._announcer.see(plan)
+            self._announcer.log_plan(plan)
             try:
                 return self._run(plan, call, absent)
             except PlanAgain:

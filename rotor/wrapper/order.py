@@ -83,7 +83,7 @@ class Order:
         reason = self.taken_over.get(self.of(key))
         self.taken_over.clear()
         if reason is not None:
-            self.of(key).take_over(reason)
+            self.of(key).warn_of_fallback(reason)
 
     def is_hopeless(self) -> bool:
         """Return whether the model differs from call to call: capturing costs more than a step."""

@@ -62,7 +62,7 @@ def test_trains_where_plain_runs_out_of_memory(sim):
     plain = Trained(sim, model, data)
     limit = max(plain.peaks) * 6 // 10
     wrapped = rotor.Checkpointable(model, mem_limit=limit, engine="chain", loss_fn=distance)
-    # Room for what is resident, the limit, and the rests of segments.
+    # Room for what is resident, the limit, and the slack of segments.
     sim.empty_cache()
     resident = sim.memory_allocated()
     sim.set_capacity(resident + limit + (4 << 20))

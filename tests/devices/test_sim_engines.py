@@ -16,7 +16,7 @@ MIB = 1 << 20
 WIDTH, ROWS = 128, 2048  # 1 MiB each activation.
 SHARES = {"chain": 0.5, "graph": 0.5, "parts": 0.65, "dynamic": 0.6}
 REST = 4 * MIB
-"""Rests of the allocator's segments."""
+"""Slack of the allocator's segments."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:no single graph"),

@@ -16,7 +16,7 @@ VENDOR_LINES = {
     "rotor/common/model_state.py": 1,  # cuDNN's batch norm
     "rotor/dtr/guard.py": 1,  # an interface that reads memory
     "rotor/meter/allocator.py": 2,  # the driver's free bytes
-    "rotor/wrapper/habits.py": 1,  # an example
+    "rotor/wrapper/usage_warnings.py": 1,  # an example
 }
 
 

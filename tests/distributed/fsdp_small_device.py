@@ -15,7 +15,7 @@ import rotor
 ROWS = 2048
 STEPS = 3
 REST = 3 << 20
-"""Rests of segments: the pools of FSDP2's streams are apart."""
+"""Slack of segments: the pools of FSDP2's streams are apart."""
 
 
 def trained(model: Any, target: torch.Tensor) -> tuple[list[float], list[int]]:

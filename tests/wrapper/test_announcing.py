@@ -147,16 +147,16 @@ def test_later_lines_say_what_differs_and_what_has_become_better(capfd):
     with mock.patch.object(logging.getLogger("rotor"), "propagate", False):
         with announcer.timed(1e-9):
             pass
-        announcer.see(Planned(known, 0.37, record))
-        announcer.see(Planned(known, 0.37, record))
+        announcer.log_plan(Planned(known, 0.37, record))
+        announcer.log_plan(Planned(known, 0.37, record))
         record.improved, record.is_rough = 1, False
-        announcer.see(Planned(known, 0.2, record))
+        announcer.log_plan(Planned(known, 0.2, record))
         record.improved, record.is_final = 3, True
-        announcer.see(Planned(known, 0.12, record))
-        announcer.see(Planned(known, 0.12, record))
+        announcer.log_plan(Planned(known, 0.12, record))
+        announcer.log_plan(Planned(known, 0.12, record))
         with announcer.timed(1e-9):
             pass
-        announcer.see(Planned(kind((4, 64)), 0.0, PlanningRecord()))
+        announcer.log_plan(Planned(kind((4, 64)), 0.0, PlanningRecord()))
     first, better, best, other = capfd.readouterr().err.splitlines()
     assert "step +37.0% now, measuring and planning go on between steps; print" in first
     assert better == "rotor: found a better plan: step +37.0% -> +20.0% now, planning goes on"

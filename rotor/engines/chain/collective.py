@@ -58,7 +58,7 @@ class ShardedMeasuring(Measuring):
     def around(stage: Stage) -> Iterator[None]:
         """Gather the stage's units, so that its leaves are known; the units around it wait."""
         assert isinstance(stage, ShardedStage)
-        with fsdp.alone(stage.units):
+        with fsdp.ending_backwards_of(stage.units):
             for unit in stage.units:
                 unit.gather()
             yield
@@ -67,7 +67,7 @@ class ShardedMeasuring(Measuring):
 
     def stage(self, i: int) -> StageMeasure:
         """Measure stage i; its units reduce their gradients, the units around it wait."""
-        with fsdp.alone(self._units(i)):
+        with fsdp.ending_backwards_of(self._units(i)):
             return super().stage(i)
 
     def before(self, i: int) -> None:

@@ -99,7 +99,7 @@ class DynamicEngine(Engine):
     def measure(self, key: Key, call: Call) -> None:
         """Measure nothing: a step shows whether its limit can be kept."""
 
-    def take_over(self, reason: str) -> None:
+    def warn_of_fallback(self, reason: str) -> None:
         """Warn that this engine runs a model that no other engine could plan."""
         has_tier = self.settings.offload is not None
         recomputes = "recomputes, or moves to the second tier," if has_tier else "recomputes"

@@ -131,7 +131,7 @@ class BudgetedStep:
             root=module,
             **settings,
         )
-        self.session.count_rests()
+        self.session.count_slack()
         dispatch.watch_backwards()
         self._ended = ended
         self.session.count([self._undo.random_state])

@@ -164,7 +164,7 @@ class GraphEngine(MeteredEngine):
         inputs = values.inputs
         reason = "a number among the arguments changes" if inputs else self._one_shape_reason()
         if self.follows_shapes and reason:
-            self.sizing.alone(key, arguments, reason)
+            self.sizing.captured_separately(key, arguments, reason)
         elif self.follows_shapes:
             step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
             if step is not None:

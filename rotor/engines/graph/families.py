@@ -72,7 +72,7 @@ class Family:
         Reason for which further shapes are captured alone; empty if they are not.
     error
         Error of a capture, after which no other shape is tried.
-    alone
+    separate_count
         Number of shapes that were captured alone.
     seconds
         Time of planning each shape, by its `Key.measured`.
@@ -87,7 +87,7 @@ class Family:
     constants: dict[str, str] = field(default_factory=dict)
     refusal: str = ""
     error: CaptureError | None = None
-    alone: int = 0
+    separate_count: int = 0
     seconds: dict[Any, float] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)
 
@@ -215,11 +215,11 @@ class Family:
         if count < 2:
             return ""
         differing = self.differing(next(iter(self.shapes.values())))
-        shared = count - self.alone
+        shared = count - self.separate_count
         lines = [
             f"shapes: {count} of {', '.join(sorted({self.names[leaf] for leaf, _ in differing}))}; "
             f"{shared} share {len(self.graphs)} captured graph{'s' * (len(self.graphs) != 1)}, "
-            f"{self.alone} captured alone"
+            f"{self.separate_count} captured alone"
         ]
         if self.seconds:
             slowest = max(self.seconds, key=lambda key: self.seconds[key])

@@ -91,7 +91,7 @@ class Sizing:
             with progress(1, f"capturing the model for any sizes ({text} first)"):
                 found = family.reach(make, self.context.module, given, arguments, differing)
         if found is None:
-            family.alone += 1
+            family.separate_count += 1
             return None
         try:
             if family.graph_of(found.captured) is None:
@@ -101,7 +101,7 @@ class Sizing:
             found.drop()
         return made
 
-    def alone(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
+    def captured_separately(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
         """Note a shape that is captured alone whatever others there are.
 
         Parameters
@@ -116,7 +116,7 @@ class Sizing:
         for leaf, dimension in family.differing(shapes):
             name = f"dimension {dimension} of {family.names[leaf]}"
             family.constants[name] = f"{name} is a constant: {reason}"
-        family.alone += key.measured not in family.shapes
+        family.separate_count += key.measured not in family.shapes
         family.shapes[key.measured] = shapes
 
     def reached(self, key: Key, found: Unplanned) -> CapturedStep | None:
@@ -181,7 +181,7 @@ class Sizing:
                 # From now on that shape runs as the others do.
                 graph.held[there] = context.plans.pop(key).limit_bytes
             steps[measured] = graph.step(there)
-            family.alone -= 1
+            family.separate_count -= 1
         family.graphs.append(graph)
 
     def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:

@@ -76,7 +76,7 @@ def apart(model: nn.Module, sharding: Sharding, arguments: Any) -> Iterator[Any]
         if root is not None and not root.is_gathered:
             root.gather()
             stack.callback(root.reshard)
-        stack.enter_context(fsdp.alone(inner))
+        stack.enter_context(fsdp.ending_backwards_of(inner))
         try:
             with gradients_aside(plain):
                 yield own

@@ -52,7 +52,7 @@ def _around(stage: Stage) -> Iterator[None]:
     """End backwards only for units within the block, whose hooks run with it, in the context."""
     assert isinstance(stage, BlockStage)
     inner = [unit for unit in stage.units if stage.module not in unit.modules]
-    with fsdp.alone(inner):
+    with fsdp.ending_backwards_of(inner):
         yield
     for unit in inner:
         unit.settle()

@@ -96,7 +96,7 @@ class PartsEngine(MeteredEngine):
         """Note what to say when the parts have run a step."""
         self._told = f"{pieces.describe()} The reason:\n{reason}"
 
-    def take_over(self, reason: str) -> None:
+    def warn_of_fallback(self, reason: str) -> None:
         """Warn, once, that the model runs in parts."""
         self.context.warn("capture", self._told)
 

@@ -117,7 +117,7 @@ class PiecesStep:
         self._stack.enter_context(self._placed)
         self._replaced = self._stack.enter_context(PatchedForwards(modules, self._runner))
         self._others = self._stack.enter_context(
-            PatchedForwards(self._plan.parts.elsewhere, self._elsewhere)
+            PatchedForwards(self._plan.parts.uncalled_modules, self._uncalled)
         )
         if self._meter is not None:
             self._meter.mark("start")
@@ -163,7 +163,7 @@ class PiecesStep:
             mark_backward(x, output, *backward_marks(self._meter.mark, k))
         return output
 
-    def _elsewhere(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
+    def _uncalled(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
         """Return the forward of a module on a path where no pieces were searched."""
         pieces = self._plan.parts
 
@@ -175,7 +175,7 @@ class PiecesStep:
             output, failed = None, "now"
             with self._others.paused(), self._replaced.paused():
                 signature = call_signature(args, kwargs)
-                path = pieces.elsewhere[module]
+                path = pieces.uncalled_modules[module]
                 kind = pieces.captures.kind_of(path, module, signature, args, kwargs)
                 if isinstance(kind, Kind):
                     output, failed = self._call(kind, kind.least_kept, module, args, kwargs)

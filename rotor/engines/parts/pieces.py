@@ -125,7 +125,7 @@ class Pieces(Parts):
         Modules that hold parameters, or keep something, and are not planned.
     reasons
         Reasons for which modules could not be captured, by path.
-    elsewhere
+    uncalled_modules
         Modules that the forward did not call, with their paths: a call of one starts another
         search for pieces.
     units
@@ -139,7 +139,7 @@ class Pieces(Parts):
     bases: Bases
     outside: list[str]
     reasons: dict[str, str]
-    elsewhere: dict[nn.Module, str]
+    uncalled_modules: dict[nn.Module, str]
     units: list[Any] = field(default_factory=list)
     is_measured: bool = False
     is_stale: bool = False
@@ -266,10 +266,10 @@ class Pieces(Parts):
             self,
             sites=list(sites),
             bases=Bases(forward, backward, (*between, last)),
-            elsewhere={
+            uncalled_modules={
                 module: path
-                for module, path in self.elsewhere.items()
-                if module in old.elsewhere and module not in called
+                for module, path in self.uncalled_modules.items()
+                if module in old.uncalled_modules and module not in called
             },
             searches=old.searches + 1,
         )
@@ -547,6 +547,6 @@ def discover(
         search.bases(output_bytes),
         outside=[p for m, p in unseen.items() if m in called and core.parameter_slots(m)],
         reasons=search.reasons,
-        elsewhere={m: p for m, p in unseen.items() if m not in called},
+        uncalled_modules={m: p for m, p in unseen.items() if m not in called},
         units=search.units,
     )

@@ -6,16 +6,16 @@ import torch
 
 from rotor._pytorch import devices
 
-__all__ = ["Rests"]
+__all__ = ["Slack"]
 
-_REST_BYTES = 1 << 20
+_SLACK_BYTES = 1 << 20
 """Most that a caching allocator keeps with a block above 1 MiB."""
 
 
-class Rests:
+class Slack:
     """Counter of what a device has allocated above the level on entry, and a session does not know.
 
-    It is the rests of segments that the caching allocator keeps with large blocks, and what code
+    It is the slack of segments that the caching allocator keeps with large blocks, and what code
     outside the operators allocates. Reading waits for nothing.
 
     Parameters
@@ -35,7 +35,7 @@ class Rests:
         self._device = device
         self._level, self._peak = devices.counters(device)
         self.nbytes = 0
-        self.most_per_block = 0 if devices.expandable_segments() else _REST_BYTES
+        self.most_per_block = 0 if devices.expandable_segments() else _SLACK_BYTES
 
     def read(self, current: int) -> int:
         """Read the counter, where a session's storages are `current` bytes; return `nbytes`."""
