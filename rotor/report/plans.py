@@ -31,7 +31,7 @@ from rotor.report.text import (
 )
 from rotor.report.tracing import is_trace, write_plan_trace
 
-__all__ = ["checked_path", "describe", "tabulate", "write"]
+__all__ = ["VIEWS", "View", "checked_path", "describe", "tabulate", "write"]
 
 
 def _write_chain(plan: Any, path: Path, about: About) -> None:
@@ -53,30 +53,32 @@ def _write_plain(plan: Any, path: Path, about: About) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
+    """Functions of a plan: its text, its table, and the writer of its page."""
+
     report: Callable[[Any], Text]
     table: Callable[[Any], Text]
     write_page: Callable[[Any, Path, About], Any]
 
 
-_VIEWS = {
-    "chain": _View(plan_report, stage_table, _write_chain),
-    "graph": _View(graph_report, operation_table, write_plan),
-    "parts": _View(pieces_report, pieces_table, _write_parts),
-    "dynamic": _View(dynamic_report, dynamic_table, _write_steps),
-    "plain": _View(plain_report, plain_report, _write_plain),
+VIEWS = {
+    "chain": View(plan_report, stage_table, _write_chain),
+    "graph": View(graph_report, operation_table, write_plan),
+    "parts": View(pieces_report, pieces_table, _write_parts),
+    "dynamic": View(dynamic_report, dynamic_table, _write_steps),
+    "plain": View(plain_report, plain_report, _write_plain),
 }
 """Functions by `rotor.meter.step_meter.Metered.engine`."""
 
 
 def describe(plan: Any) -> Text:
     """Return limit, predicted and measured peak, and time of a plan."""
-    return _VIEWS[plan.engine].report(plan)
+    return VIEWS[plan.engine].report(plan)
 
 
 def tabulate(plan: Any) -> Text:
     """Return a table of the parts of the model, and the plan's choice for each."""
-    return _VIEWS[plan.engine].table(plan)
+    return VIEWS[plan.engine].table(plan)
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
@@ -93,7 +95,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 def write(plan: Any, file: Path, about: About | None = None) -> None:
     """Write a plan as a page, with a heading, or as a trace, by the name of the file."""
     if _is_page(file):
-        _VIEWS[plan.engine].write_page(plan, file, about or About())
+        VIEWS[plan.engine].write_page(plan, file, about or About())
     else:
         write_plan_trace(plan, file)
 

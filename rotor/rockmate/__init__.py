@@ -64,7 +64,8 @@ def _by_blocks(graph: Graph, budget: int, options: dict[str, Any], progress: Any
     return plan_blocks(graph, budget)
 
 
-_SOLVERS: dict[str, _Find] = {"operations": search, "blocks": _by_blocks, "exact": _exactly}
+SOLVERS: dict[str, _Find] = {"operations": search, "blocks": _by_blocks, "exact": _exactly}
+"""Functions of a graph, a budget, options and a progress callback, by `Solver.algorithm`."""
 
 
 def _budget_bytes(budget: float | str) -> int:
@@ -170,7 +171,7 @@ class _BudgetEngine(GraphEngine):
         refused: list[InfeasibleError] = []
         for name in self.settings.solvers:
             try:
-                found.append(_SOLVERS[name](graph, budget, options, progress))
+                found.append(SOLVERS[name](graph, budget, options, progress))
             except InfeasibleError as error:
                 refused.append(error)
         if not found:
@@ -251,7 +252,7 @@ class _Budgeted(Settings):
     budget
         In bytes; ``None`` if a limit was given in another way, or none.
     solvers
-        Names in `_SOLVERS`, of which the fastest program is taken.
+        Names in `SOLVERS`, of which the fastest program is taken.
     """
 
     budget: int | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor import algorithms, simrd
+from rotor import algorithms, rockmate, simrd
 from rotor.algorithms import (
     DynamicAlgorithm,
     NoCheckpoint,
@@ -19,7 +19,11 @@ from rotor.algorithms import (
     Sequence,
 )
 from rotor.engines.contract import Call, Engine, IsPending, Key, StartMeter
+from rotor.graph import simulate
 from rotor.meter.step_meter import Metered, StepBytes
+from rotor.report import plans, text
+from rotor.report.text import table
+from rotor.rockmate.solvers import Solver
 from rotor.simrd import heuristics
 from rotor.wrapper import registry
 
@@ -29,7 +33,7 @@ from rotor.wrapper import registry
 class PlainPlan(Metered):
     """Runs the model as it is; no peak is known before a step was metered."""
 
-    kind = "dynamic"
+    engine = "toy"
     makespan = 0.0
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
@@ -72,13 +76,19 @@ class PlainEngine(Engine):
         return self.context.with_loss(output, call.targets), None
 
     def learn(self, plan: PlainPlan, step: StepBytes) -> None:
-        plan.measured_bytes = step.peak_bytes
+        plan.measured_bytes, plan.measured_timeline = step.peak_bytes, step.timeline
         if step.peak_bytes > plan.limit_bytes:
             self.context.warn("over", f"{step.peak_bytes} bytes were needed")
 
 
-def test_an_engine_is_a_class_and_a_line(monkeypatch):
+def described(plan):
+    return table([["limit", str(plan.limit_bytes)], ["measured", str(plan.measured_bytes)]])
+
+
+def test_an_engine_is_a_class_and_a_line_and_a_view(monkeypatch, tmp_path):
     monkeypatch.setitem(registry.ENGINES, "plain", lambda context: [PlainEngine(context)])
+    view = plans.View(described, described, lambda plan, path, about: path.write_text("a page"))
+    monkeypatch.setitem(plans.VIEWS, "toy", view)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8)
     chk = rotor.Checkpointable(model, mem_limit="1MB", engine="plain")
     chk(x).sum().backward()
@@ -87,11 +97,55 @@ def test_an_engine_is_a_class_and_a_line(monkeypatch):
     model(x).sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), found, strict=True))
     assert 0 < chk.plan.measured_bytes <= chk.mem_limit
+    assert str(chk.mem_limit) in chk.report(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == "a page"
+    chk.report(tmp_path / "trace.json")
+    assert "measured step" in (tmp_path / "trace.json").read_text()
     chk = rotor.Checkpointable(model, mem_limit=1, engine="plain")
     with pytest.warns(rotor.MemoryLimitWarning, match="bytes were needed"):
         chk(x).sum().backward()
     with pytest.raises(TypeError, match="unknown option 'effort'"):
         rotor.Checkpointable(model, engine="plain", effort="fast")
+
+
+# -- a column: a word in the head of a function of `rotor.report.text`, and a value in each row
+
+
+def test_a_column_of_a_table_is_in_text_and_page(monkeypatch, tmp_path):
+    rows = text.stage_rows
+
+    def wider(plan):
+        head, *others = rows(plan)
+        return [[*head, "letters"], *([*row, str(len(row[0]))] for row in others)]
+
+    monkeypatch.setattr(text, "stage_rows", wider)
+    monkeypatch.setattr(plans, "stage_rows", wider)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    chk = rotor.Checkpointable(model, torch.ones(4, 8), "1MB")
+    assert "letters" in chk.display()
+    chk.report(tmp_path / "page.html")
+    assert "letters" in (tmp_path / "page.html").read_text()
+
+
+# -- a solver of captured graphs: a function, and a line in `rotor.rockmate`
+
+
+def test_a_solver_of_graphs_is_a_function_and_a_line(monkeypatch):
+    asked = []
+
+    def all_kept(graph, budget, options, progress):
+        asked.append(budget)
+        return simulate(graph, range(len(graph)))
+
+    class AllKept(Solver):
+        algorithm = "kept"
+
+    monkeypatch.setitem(rockmate.SOLVERS, "kept", all_kept)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8)
+    planned = rotor.Rockmate(model, x, 1 << 20, top_solvers=[AllKept()])
+    planned(x).sum().backward()
+    assert asked
+    assert planned.program.slowdown == 1
 
 
 # -- an algorithm: rotor/algorithms/<name>.py, and a line in its registry
