@@ -212,7 +212,7 @@ class PartsEngine(MeteredEngine):
         pieces = plan.parts
         varies = pieces.is_stale or pieces.searches > 1
         if varies and plan.key.measured in self._metered:
-            # Plans are made again and again meanwhile.
+            # Replanning happens until the search settles: carry the last warned peak over.
             told = self._warned_bytes.get(plan.limit_bytes, 0)
             plan.warned_bytes = max(plan.warned_bytes, told)
             warn_excess(plan, step.peak_bytes)
