@@ -374,7 +374,8 @@ def test_a_known_loss_is_planned_and_nothing_is_set_aside(capsys):
     given = ("--points", 3, "--limit", least + 4096, "--loss", "loss.py:total")
     code, out, _ = run(capsys, "curve", *GRAPH, *given)
     assert code == 0
-    assert re.search(r"^At your .*: 1\.\d\d x the time as a graph; plain needs .*\.$", out)
+    sentence = out.splitlines()[-1]
+    assert re.search(r"^At your .*: 1\.\d\d x the time as a graph; plain needs .*\.$", sentence)
     code, out, _ = run(capsys, "curve", *CHAIN, "--loss", "mse", "--limit", "1GiB")
     assert "plain PyTorch fits" in out.splitlines()[-1]
     assert "for an unknown loss" in run(capsys, "plan", *GRAPH, "--limit", "1GiB")[1]

@@ -17,7 +17,7 @@ import rotor
 from rotor.integrations.planned import PlannedForward
 
 HERE = Path(__file__)
-ROTOR = HERE.parents[1] / "rotor"
+ROTOR = HERE.parents[2] / "rotor"
 
 
 class Model(nn.Module):
