@@ -31,6 +31,12 @@ int rotor_link_check(const rotor_link_t *self) {
     return check_bytes(self->padding_bytes, ROTOR_MAX_VALUE);
 }
 
+int rotor_link_check_graph(const rotor_link_t *self, const rotor_dataflow_t *graph) {
+    return self == NULL       ? ROTOR_OK
+           : graph->is_plain ? rotor_link_check(self)
+                             : ROTOR_ERR_BAD_OPERATION;
+}
+
 bool rotor_link_moves(const rotor_link_t *self, const rotor_dataflow_t *graph, int32_t storage) {
     return !graph->pinned[storage] && !graph->fixed[storage] && graph->bytes[storage] > 0 &&
            graph->bytes[storage] >= self->least_bytes &&

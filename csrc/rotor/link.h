@@ -30,6 +30,8 @@ typedef struct {
 /* ROTOR_ERR_NEGATIVE_SIZE, ROTOR_ERR_NEGATIVE_TIME, ROTOR_ERR_TOO_LARGE for a field out of range: rates
  * are positive and finite. */
 int rotor_link_check(const rotor_link_t *self);
+/* The same of a link to plan a graph with, or NULL; ROTOR_ERR_BAD_OPERATION where that is not plain. */
+int rotor_link_check_graph(const rotor_link_t *self, const rotor_dataflow_t *graph);
 
 /* True if a storage may move: neither pinned, nor fixed, nor empty, nor too small, nor made by an
  * operation of the loss, which the caller runs. */

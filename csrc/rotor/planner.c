@@ -27,12 +27,6 @@ static int begin_from(rotor_planner_t *planner, const rotor_program_t *start) {
     return ret == ROTOR_OK && start != NULL ? rotor_planner_search_from(planner, 0, start) : ret;
 }
 
-static void hand_over(rotor_plan_t *from, rotor_plan_t *to) {
-    rotor_program_free(&to->program);
-    *to = *from;
-    rotor_program_init(&from->program);
-}
-
 /* Without a link. */
 static int plan_alone(const rotor_dataflow_t *graph, int64_t budget,
                       const rotor_planner_options_t *options, const rotor_stop_t *whole,
@@ -48,7 +42,7 @@ static int plan_alone(const rotor_dataflow_t *graph, int64_t budget,
         goto found; /* nothing has to run twice */
     }
     if ((ret = begin_from(&planner, options->start)) == ROTOR_ERR_INFEASIBLE) {
-        hand_over(&planner.settled, plan);
+        rotor_plan_move(&planner.settled, plan);
     }
     if (ret != ROTOR_OK) {
         goto out;
@@ -64,7 +58,7 @@ static int plan_alone(const rotor_dataflow_t *graph, int64_t budget,
         goto out;
     }
 found:
-    hand_over(&planner.best, plan);
+    rotor_plan_move(&planner.best, plan);
 out:
     rotor_planner_end(&planner);
     return ret;
@@ -167,9 +161,9 @@ static int begin_alone(joint_t *c, const rotor_planner_options_t *options) {
     alone.start = has_actions(planner->graph, options->start) ? NULL : options->start;
     int ret = plan_alone(planner->graph, planner->budget, &alone, &planner->stop, start);
     if (ret == ROTOR_ERR_INFEASIBLE) {
-        hand_over(start, &planner->settled);
+        rotor_plan_move(start, &planner->settled);
         ret = rotor_planner_settle(planner);
-        hand_over(&planner->settled, start);
+        rotor_plan_move(&planner->settled, start);
         if (ret == ROTOR_OK && start->cost.peak_bytes > planner->budget) {
             ret = ROTOR_ERR_INFEASIBLE;
         }
@@ -217,7 +211,7 @@ static int plan_with_link(const rotor_dataflow_t *graph, int64_t budget,
     ret = ret == ROTOR_OK && c.planner.best.program.length == 0 ? ROTOR_ERR_INFEASIBLE : ret;
 out:
     if (ret == ROTOR_OK || ret == ROTOR_ERR_INFEASIBLE) {
-        hand_over(ret == ROTOR_OK ? &c.planner.best : &c.starts[ALONE], plan);
+        rotor_plan_move(ret == ROTOR_OK ? &c.planner.best : &c.starts[ALONE], plan);
     }
     for (int32_t k = 0; k < STARTS; k++) {
         rotor_program_free(&c.starts[k].program);
@@ -232,9 +226,7 @@ int rotor_planner_plan(const rotor_dataflow_t *graph, int64_t budget,
     int ret = budget > 0 ? ROTOR_OK : ROTOR_ERR_BAD_BUDGET;
     rotor_stop_t whole = {.callback = callback,
                           .total = ROTOR_FIXED_SETTINGS + options->random_runs + options->moves};
-    if (ret == ROTOR_OK && options->link != NULL) {
-        ret = graph->is_plain ? rotor_link_check(options->link) : ROTOR_ERR_BAD_OPERATION;
-    }
+    ret = ret == ROTOR_OK ? rotor_link_check_graph(options->link, graph) : ret;
     return ret != ROTOR_OK         ? ret
            : options->link == NULL ? plan_alone(graph, budget, options, &whole, plan)
                                    : plan_with_link(graph, budget, options, &whole, plan);

@@ -83,10 +83,8 @@ static int sweep_alone(curve_t *c) {
         ret = point(c, k, k - 1, false);
     }
     for (int64_t k = 0; k < c->points; k++) {
-        rotor_plan_t found = c->plans[k];
-        rotor_program_init(&c->plans[k].program);
-        c->plans[c->count] = found;
-        c->count += found.program.length > 0;
+        rotor_plan_move(&c->plans[k], &c->plans[c->count]);
+        c->count += c->plans[c->count].program.length > 0;
     }
     return ret;
 }
@@ -160,10 +158,7 @@ int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
     c.options = options;
     c.points = points;
     c.plans = plans;
-    int ret = points < 1      ? ROTOR_ERR_BAD_LENGTH
-              : link == NULL  ? ROTOR_OK
-              : graph->is_plain ? rotor_link_check(link)
-                                : ROTOR_ERR_BAD_OPERATION;
+    int ret = points < 1 ? ROTOR_ERR_BAD_LENGTH : rotor_link_check_graph(link, graph);
     if (ret != ROTOR_OK ||
         (ret = rotor_planner_begin(&c.planner, graph, NULL, options->seed,
                                    link == NULL ? limit : limit / 2 + (limit > 0), &whole)) !=
@@ -172,21 +167,19 @@ int rotor_planner_curve(const rotor_dataflow_t *graph, int64_t points,
         goto out;
     }
     if (link != NULL && points > 1) {
-        rotor_plan_t settled = c.planner.settled;
-        rotor_program_init(&c.planner.settled.program);
+        rotor_plan_t settled = {.program = {.length = 0}};
+        rotor_plan_move(&c.planner.settled, &settled);
         rotor_planner_end(&c.planner);
         whole.done = 2 * points;
         ret = rotor_planner_begin(&c.planner, graph, link, options->seed, 0, &whole);
         c.planner.stop.deadline_ns = began + limit;
-        c.planner.settled = settled;
+        rotor_plan_move(&settled, &c.planner.settled);
         ret = ret == ROTOR_OK ? sweep_with_link(&c) : ret;
     }
 out:
     if (ret == ROTOR_OK) {
         *count = c.count;
-        rotor_program_free(&lowest->program);
-        *lowest = c.planner.settled;
-        rotor_program_init(&c.planner.settled.program);
+        rotor_plan_move(&c.planner.settled, lowest);
     }
     for (int64_t k = 0; ret != ROTOR_OK && k < most; k++) {
         rotor_program_free(&plans[k].program);

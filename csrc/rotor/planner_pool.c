@@ -381,9 +381,7 @@ int rotor_planner_settle(rotor_planner_t *self) {
         }
     }
     if (ret == ROTOR_OK) {
-        rotor_program_free(&self->settled.program);
-        self->settled = bare.least;
-        rotor_program_init(&bare.least.program);
+        rotor_plan_move(&bare.least, &self->settled);
     }
     rotor_planner_end(&bare);
     rotor_free(timed.cost_ns);

@@ -393,6 +393,18 @@ static int relieve_and_delete(rotor_search_t *q) {
     return ROTOR_OK;
 }
 
+/* Of programs without a link only runs are deleted, or relieved and deleted. */
+enum {
+    RUN_TO_FETCH,
+    FETCH_TO_RUN,
+    DELETE_RUNS,
+    DELETE_FETCH,
+    SHIFT_FETCH,
+    SHIFT_FINISH,
+    RELIEVE_AND_DELETE,
+    MOVES
+};
+
 static int try_move(rotor_search_t *q) {
     rotor_random_t *random = &q->edits.random;
     bool is_alone = q->edits.slots.link == NULL;
@@ -400,24 +412,26 @@ static int try_move(rotor_search_t *q) {
     rotor_edits_begin(&q->edits);
     q->edits.noise = rotor_random_below(random, 3) == 0 ? 0.2 : 0.9;
     q->price = is_alone ? 0.0 : rotor_random_unit(random) * rotor_random_unit(random);
-    /* Of runs alone the moves 2 and 6. */
-    switch (!is_alone ? rotor_random_below(random, 7) : rotor_random_below(random, 2) == 0 ? 2 : 6) {
-    case 0:
+    int32_t move = !is_alone                            ? rotor_random_below(random, MOVES)
+                   : rotor_random_below(random, 2) == 0 ? DELETE_RUNS
+                                                        : RELIEVE_AND_DELETE;
+    switch (move) {
+    case RUN_TO_FETCH:
         ret = run_to_fetch(q);
         break;
-    case 1:
+    case FETCH_TO_RUN:
         ret = fetch_to_run(q);
         break;
-    case 2:
+    case DELETE_RUNS:
         ret = delete_runs(q);
         break;
-    case 3:
+    case DELETE_FETCH:
         ret = delete_fetch(q);
         break;
-    case 4:
+    case SHIFT_FETCH:
         ret = shift(q, true);
         break;
-    case 5:
+    case SHIFT_FINISH:
         ret = shift(q, false);
         break;
     default:

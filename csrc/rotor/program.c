@@ -11,6 +11,14 @@ void rotor_program_free(rotor_program_t *self) {
     rotor_program_init(self);
 }
 
+void rotor_plan_move(rotor_plan_t *from, rotor_plan_t *to) {
+    if (from != to) {
+        rotor_program_free(&to->program);
+        *to = *from;
+        rotor_program_init(&from->program);
+    }
+}
+
 int rotor_program_append(rotor_program_t *self, int32_t operation) {
     int ret = ROTOR_RESERVE(self->ops, self->length, self->capacity, 1);
     if (ret == ROTOR_OK) {

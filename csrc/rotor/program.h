@@ -106,6 +106,9 @@ typedef struct {
     rotor_cost_t cost;
 } rotor_plan_t;
 
+/* Leaves `from` empty; they may be one. */
+void rotor_plan_move(rotor_plan_t *from, rotor_plan_t *to);
+
 /*
  * Checks and prices a program; `link` is NULL for one without a second tier. `before` (bytes live when
  * each item begins) and `peak` (the most while it lasts) have `length` elements or are NULL; `fault`
