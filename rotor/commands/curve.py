@@ -36,6 +36,7 @@ _ROOM = 2
 _POINTS = 16
 _PLAIN = "plain PyTorch"
 _LIMIT = "the limit"
+_FORMS = {"graph": " as a graph", "chain": " as a chain", "parts": " in parts"}
 
 
 def add(commands: Any) -> None:
@@ -273,9 +274,8 @@ def _remarks(curve: Curve, facts: CurveFacts, base: float) -> list[str]:
         found.append(f"At your {format_bytes(limit)} plain PyTorch fits{needs}.")
     else:
         times = f"{seconds / base:.2f} x the time" if base else "no time"
-        form = {"graph": " as a graph", "chain": " as a chain", "parts": " in parts"}
-        form_of_plan = form.get(facts.engine or "", "")
-        found.append(f"At your {format_bytes(limit)}: {times}{form_of_plan}{needs}.")
+        form = _FORMS.get(facts.engine or "", "")
+        found.append(f"At your {format_bytes(limit)}: {times}{form}{needs}.")
     return found
 
 

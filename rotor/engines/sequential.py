@@ -458,21 +458,20 @@ class SequentialEngine(ChainEngine):
         is_alone = self._is_asked_for_chain(key) or self.context.peers.ranks is not None
         if is_alone or not training:
             return curve, device
-        found = [(curve.bytes, curve.seconds)]
+        ideal = float(curve.seconds[-1])
+        found = list(zip(curve.bytes.tolist(), curve.seconds.tolist(), strict=True))
         for name, engine in self._rivals(key):
             if isinstance(engine, str):
                 continue
             other, _ = engine.curve(key, points)
-            # What is no part runs once under every plan, and is not timed.
-            more = other.seconds - other.seconds[-1] if name == "parts" else None
-            ideal = curve.seconds[-1]
-            times = other.seconds * (ideal / other.seconds[-1]) if more is None else ideal + more
-            found.append((other.bytes, times))
-        if len(found) > 1:
-            curve = Curve.from_points(
-                point for one in found for point in zip(*(v.tolist() for v in one), strict=True)
-            )
-        return curve, device
+            fastest = float(other.seconds[-1])
+            if name == "parts":
+                # What is no part runs once under every plan, and is not timed.
+                times = ideal + (other.seconds - fastest)
+            else:
+                times = other.seconds * (ideal / fastest)
+            found += zip(other.bytes.tolist(), times.tolist(), strict=True)
+        return Curve.from_points(found), device
 
     # -- running and learning
 

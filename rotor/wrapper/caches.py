@@ -54,10 +54,12 @@ class CacheRule:
 
         A call with a cache in its arguments is left as it is.
         """
+        if not self._parts:
+            return call
         given = {**dict(zip(self._names, call.args, strict=False)), **call.kwargs}
         asked = given.get(_ARGUMENT)
         is_settled = asked is not None and not asked
-        if not self._parts or is_settled or any(given.get(name) is not None for name in _GIVEN):
+        if is_settled or any(given.get(name) is not None for name in _GIVEN):
             return call
         if asked or any(map(_makes_cache, self._parts)):
             self._warn()

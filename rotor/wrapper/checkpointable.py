@@ -382,7 +382,7 @@ class Checkpointable(ReportingModule):
         given = custom_mem_limit_bytes if mem_limit is None else mem_limit
         limit = None if given is None else parse_bytes(given)
         slots = None if mem_slots is None else checked_slots(mem_slots)
-        return self._driver.compute(limit, options, algo=algo, mem_slots=slots)[1]
+        return self._driver.compute(limit, options, (algo, slots))[1]
 
     @heard
     def plan_step(self, mem_limit: int | str | None = None, **options: Any) -> Any:

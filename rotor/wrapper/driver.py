@@ -360,12 +360,15 @@ class Driver:
             del self.context.plans[known]
 
     def compute(
-        self, limit_bytes: int | None, options: dict[str, Any], **chosen: Any
+        self,
+        limit_bytes: int | None,
+        options: dict[str, Any],
+        chosen: tuple[Any, int | None] | None = None,
     ) -> tuple[Any, Any]:
         """Plan the following steps again; restore the previous state on failure.
 
-        With ``algo`` and ``mem_slots`` the plan has the form of the first engine; without them it
-        is the one that training makes. Return it, and the result of `compute_sequence`.
+        With an algorithm and slots chosen, be they ``None``, the plan has the form of the first
+        engine; else it is the one that training makes. Return it, and its result.
         """
         settings, context = self.settings, self.context
         engine, refusals = self.engines[0], dict(context.refusals)
@@ -375,13 +378,14 @@ class Driver:
         before = (dict(vars(settings)), context.plans)
         states = [(known, dict(vars(known))) for known in {engine, owner}]
         try:
-            if chosen:
-                engine.choose(chosen["algo"], options)
-            else:
+            if chosen is None:
                 settings.options = settings.given_options | options
+            else:
+                algorithm, slots = chosen
+                engine.choose(algorithm, options)
+                settings.mem_slots = slots or settings.mem_slots
             if limit_bytes is not None:
                 settings.mem_limit = limit_bytes
-            settings.mem_slots = chosen.get("mem_slots") or settings.mem_slots
             context.plans = {}
             for known, _ in states:
                 known.begin_planning()
