@@ -1,12 +1,13 @@
 """One choice of engine auto: training, `plan`, `curve`, advice and `fit` name the same plan."""
 
+import json
 from pathlib import Path
 
 import children
 import choice_models
 import pytest
 import torch
-from command_line import data_of
+from command_line import data_of, run
 
 import rotor
 from rotor.fit.advice import advise
@@ -19,7 +20,7 @@ PLANNED = [
     for name in [make.__name__ for make in choice_models.PLANNED]
 ]
 FILE = Path(choice_models.__file__).name
-SHARES = {"convolutions": 0.8}
+SHARES = {"convolutions": 0.8, "parts": 0.95}
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +95,20 @@ def test_advice_names_the_plan_of_training(name):
     assert advice.limit_bytes < advice.plain_bytes
     found = trained(name, advice.limit_bytes)
     assert found == (advice.engine, advice.predicted_bytes)
+
+
+@pytest.mark.slow
+def test_everyone_names_parts_of_a_model_without_a_chain(capsys):
+    """What has no plan before a step runs is run by all that show it."""
+    limit = limit_of("parts")
+    given = (f"{FILE}:parts", "--limit", limit, "--device", "sim", "--loss", "sum")
+    code, out, _ = run(capsys, "plan", *given, "--json", "--quiet")
+    assert code == 0
+    plan = json.loads(out)["plan"]
+    model, x = made("parts")
+    size = len(x)
+    fit = rotor.largest_batch(
+        model, x, limit, loss_fn=total, multiple_of=size, max_batch=size, points=1
+    )
+    assert trained("parts", limit, loss_fn=total)[0] == plan["engine"] == fit.engine == "parts"
+    assert plan["measured_bytes"] <= limit
