@@ -26,8 +26,9 @@ from common import (
 from torch import nn
 
 import rotor
+from rotor.algorithms.curve import Curve
 from rotor.common.progress import progress
-from rotor.report.curves import Point, curve_sketch
+from rotor.report.curves import Point
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
@@ -138,10 +139,61 @@ def finish(limited: rotor.Checkpointable, plain_peak: int, limit: int, slower: f
     unit = Point("plain PyTorch", plain_peak, float(curve.seconds[-1]))
     PAGE.parent.mkdir(exist_ok=True)
     limited.report(PAGE)
-    print(f"\n{curve_sketch(curve, plain=unit, limit_bytes=limit)}\n")
+    print(f"\n{sketch(curve, plain=unit, limit_bytes=limit)}\n")
     print(f"the plan as a page: {PAGE}")
     needs = f"Within {format_bytes(limit)}, where plain PyTorch needs {format_bytes(plain_peak)}"
     print(f"{needs}, a step takes {slower:.2f} times as long and gives the same bits.")
+
+
+def sketch(
+    curve: Curve, *, plain: Point, limit_bytes: int | None = None, width: int = 60, height: int = 10
+) -> str:
+    """Return a curve drawn with characters: memory and time in percent of a plain step.
+
+    Parameters
+    ----------
+    curve, plain, limit_bytes
+        As for `rotor.report.curves.write_curve`.
+    width, height
+        Characters and lines of the drawing, without its axes.
+    """
+    slowest = max(float(curve.seconds[0]) / plain.seconds * 100, 101.0)
+    fastest = min(float(curve.seconds[-1]) / plain.seconds * 100, 100.0)
+    rows = [[" "] * (width + 1) for _ in range(height)]
+
+    def row_of(seconds: float) -> int:
+        share = (slowest - seconds / plain.seconds * 100) / (slowest - fastest)
+        return round(min(max(share, 0.0), 1.0) * (height - 1))
+
+    before: int | None = None
+    for column in range(width + 1):
+        budget = round(plain.bytes * column / width)
+        if budget < curve.minimum_bytes:
+            continue
+        row = row_of(curve.at(budget))
+        for k in range(min(row, row if before is None else before), row):
+            rows[k][column] = "\u2502"
+        rows[row][column] = "\u2500"
+        before = row
+    rows[row_of(plain.seconds)][width] = "P"
+    legend = f"P {plain.name}, {format_bytes(plain.bytes)}"
+    if limit_bytes is not None and curve.minimum_bytes <= limit_bytes <= plain.bytes:
+        place = round(width * limit_bytes / plain.bytes)
+        rows[row_of(curve.at(limit_bytes))][place] = "\u25cf"
+        legend = f"\u25cf within {format_bytes(limit_bytes)}   {legend}"
+    labels = {0: f"{slowest:.0f} %", height - 1: f"{fastest:.0f} %"}
+    lines = [f"{labels.get(k, ''):>6} \u2502{''.join(row)}" for k, row in enumerate(rows)]
+    ticks = "".join(f"{f'{share} %':>{width // 4}}" for share in (25, 50, 75, 100))
+    return "\n".join(
+        [
+            "  time of a step",
+            *lines,
+            f"{'':>6} \u2514" + "\u2500" * (width + 1),
+            f"{'':>8}{ticks}",
+            f"{'':>8}{f'memory of a step, % of {plain.name}':^{width}}",
+            f"{'':>8}{legend}",
+        ]
+    )
 
 
 if __name__ == "__main__":

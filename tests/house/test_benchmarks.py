@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
@@ -19,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import common
 import dtr_cases
 import entries
+
+from rotor.algorithms.curve import Curve
+from rotor.report.curves import Point
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -388,3 +392,39 @@ def test_the_plan_of_a_command_is_what_a_step_needs():
     needed = commands.steps_peak("unet", limit)
     assert needed <= limit
     assert planned["plan"]["predicted_bytes"] == pytest.approx(needed, rel=commands.OFF)
+
+
+def imported_names() -> list[tuple[str, str, str]]:
+    """File, module and name of each import of rotor's in scripts that are not tests."""
+    found = []
+    for path in sorted([*FOLDER.glob("*.py"), *(FOLDER.parent / "tutorials").glob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rotor"):
+                found += [(path.name, node.module, alias.name) for alias in node.names]
+    return found
+
+
+def test_scripts_import_what_exists():
+    names = imported_names()
+    assert len(names) > 100
+    lost = []
+    for path, module, name in names:
+        owner = importlib.import_module(module)
+        is_module = hasattr(owner, "__path__") and importlib.util.find_spec(f"{module}.{name}")
+        if not (hasattr(owner, name) or is_module):
+            lost.append(f"{path}: {module}.{name}")
+    assert lost == []
+
+
+def test_a_sketch_of_a_curve():
+    sketch = script("demo").sketch
+    curve = Curve([25, 50, 100], [2.0, 1.5, 1.0])
+    plain = Point("plain", 100, 1.0)
+    lines = sketch(curve, plain=plain, limit_bytes=50, width=20, height=5).splitlines()
+    assert lines[1].startswith(" 200 % │     ─────")
+    assert lines[3].strip(" │").startswith("●─────────")
+    assert lines[5] == " 100 % │                    P"
+    assert lines[-1].strip() == "● within 50 B   P plain, 100 B"
+    assert max(map(len, lines)) <= 80
+    below = sketch(curve, plain=plain, limit_bytes=20)
+    assert "●" not in below
