@@ -15,7 +15,7 @@ settings.load_profile("same")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     """Run tests on the simulated accelerator in a process of their own."""
     if not item.path.name.startswith("test_sim_"):
         return None
@@ -24,6 +24,8 @@ def pytest_runtest_protocol(item):
     if processes.is_child():
         return None
     processes.run_elsewhere(item)
+    # What an earlier test of this folder left set up for this one.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
