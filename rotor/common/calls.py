@@ -41,14 +41,9 @@ def sample_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments that a sample stands for.
 
-    Parameters
-    ----------
-    sample
-        A tuple of positional arguments, a dictionary of keyword arguments, or the only argument.
-    is_one
-        The sample is the only argument, of any type: chains of stages take one.
-    takes_lists
-        A list holds positional arguments too, as in published interfaces.
+    A sample is a tuple of positional arguments, a dictionary of keyword arguments, or the only
+    argument; with `is_one` always the only argument, for stages of a chain take one. With
+    `takes_lists` a list holds positional arguments too, as in published interfaces.
     """
     if isinstance(sample, dict) and not is_one:
         return (), sample
@@ -77,12 +72,7 @@ def flattened_call(
 ) -> tuple[list[Any], str]:
     """Return the leaves of a call's arguments, and their structure as text.
 
-    Parameters
-    ----------
-    args, kwargs
-        Arguments of the model.
-    targets
-        Arguments of the loss; ``None`` without a loss.
+    `targets` are the arguments of the loss; ``None`` without a loss.
     """
     leaves = [*args, *kwargs.values(), *(targets or ())]
     if _PLAIN_LEAVES.issuperset(map(type, leaves)) and type(args) is tuple:
@@ -122,14 +112,9 @@ def leaf_signature(leaf: Any) -> Any:
 class Reads:
     """Numbers and texts among the arguments of calls of one structure that captured code reads.
 
-    Attributes
-    ----------
-    leaves
-        Numbers of the leaves; ``None`` before a capture: until then all count.
-    captured
-        Values of these leaves in captured calls, three at most.
-    inputs
-        Leaves that are inputs of captured code from their second value on.
+    `leaves` are the numbers of the leaves, all of which count before a capture (``None``);
+    `captured` are their values in three captured calls at most; `inputs` are the leaves that
+    captured code takes as inputs from their second value on.
     """
 
     def __init__(self) -> None:
@@ -178,19 +163,10 @@ _MANY = 3
 
 
 class PlainValues:
-    """Numbers and texts among the arguments of a call; equal if those that are read are.
+    """Numbers and texts among the arguments of a call; equal if the leaves that are read are equal.
 
-    Parameters
-    ----------
-    values
-        Signatures by the number of the leaf.
-    reads
-        Leaves that are read.
-
-    Attributes
-    ----------
-    inputs
-        Leaves whose values do not matter, for captured code takes them as inputs.
+    `values` holds signatures by the number of the leaf. The values of leaves in `inputs` do not
+    matter, for captured code takes them as inputs.
     """
 
     __slots__ = ("inputs", "reads", "values")

@@ -139,24 +139,11 @@ def _combined(sums: list[int]) -> int:
 
 
 def checksum(tensor: torch.Tensor) -> int | torch.Tensor:
-    """Return 64 bits made of all bits of a tensor.
+    """Return 64 bits made of all bits of a tensor of any type, layout and strides.
 
-    Parameters
-    ----------
-    tensor
-        Of any type, layout and strides. Two tensors compare where these, and the shapes, are the
-        same.
-
-    Returns
-    -------
-    int or torch.Tensor
-        A number for a tensor on a CPU; else a tensor of one int64 on its device, for which
-        the host has not waited.
-
-    Raises
-    ------
-    TypeError
-        The memory cannot be read, as that of MKL-DNN's layout.
+    Checksums compare between tensors of the same type, layout, strides and shape. That of a tensor
+    on a CPU is a number, any other a tensor of one int64 on its device, for which the host has not
+    waited. Raises TypeError if the memory cannot be read, as that of MKL-DNN's layout.
     """
     if _torch.is_without_memory(tensor):
         tensor = tensor.new_zeros(1)
@@ -191,19 +178,14 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A value that differed when it was computed again.
-
-    Attributes
-    ----------
-    site
-        Name of the value, as given to `Proof.first`.
-    first, again
-        Shape and type of the first value, and of the recomputed one.
-    """
+    """A value that differed when it was computed again."""
 
     site: Hashable
+    """Name of the value, as given to `Proof.first`."""
     first: str
+    """Shape and type of the first value."""
     again: str
+    """Shape and type of the recomputed value."""
 
 
 @dataclass
@@ -227,15 +209,7 @@ class Proof:
         self._compared: set[Hashable] = set()
 
     def first(self, site: Hashable, tensor: torch.Tensor) -> None:
-        """Note a value when it is computed for the first time.
-
-        Parameters
-        ----------
-        site
-            Name of the value, by which `again` finds it.
-        tensor
-            The value.
-        """
+        """Note a value when it is computed for the first time; `again` finds it by its site."""
         self._entries[site] = _Entry(_layout(tensor), self._put(tensor))
 
     def again(self, site: Hashable, tensor: torch.Tensor) -> None:
@@ -301,15 +275,7 @@ class Proof:
 
 
 def proof_bytes(device: torch.device, values: int) -> int:
-    """Return the bytes that the proof of a step takes from a device's allocator.
-
-    Parameters
-    ----------
-    device
-        Device of the step.
-    values
-        Checksums that the step makes.
-    """
+    """Return the bytes that the proof of a step with so many checksums takes from an allocator."""
     if device.type == "cpu" or not values:
         return 0
     chunks = -(-values // _SLOTS)
@@ -318,40 +284,22 @@ def proof_bytes(device: torch.device, values: int) -> int:
 
 
 def has_room(device: torch.device, values: int, limit_bytes: int) -> bool:
-    """Return whether the proof of a step takes at most a fiftieth of its limit.
-
-    Parameters
-    ----------
-    device
-        Device of the step.
-    values
-        Checksums that the step makes at most.
-    limit_bytes
-        The limit of the step.
-    """
+    """Return whether the proof of a step with so many checksums takes at most 1/50 of its limit."""
     return has_room_for_proofs(proof_bytes(device, values), limit_bytes)
 
 
 @dataclass
 class Proved:
-    """Results of the verified steps of one plan.
-
-    Attributes
-    ----------
-    ran
-        Steps that ran under the plan.
-    steps
-        Steps in which every recomputed value was compared and equal.
-    values
-        Recomputed values that were compared in the last verified step.
-    unproved
-        Reason for which nothing can be compared; empty if values can be.
-    """
+    """Results of the verified steps of one plan."""
 
     ran: int = 0
+    """Steps that ran under the plan."""
     steps: int = 0
+    """Steps in which every recomputed value was compared and equal."""
     values: int = 0
+    """Recomputed values that were compared in the last verified step."""
     unproved: str = ""
+    """Reason for which nothing can be compared; empty if values can be."""
 
     def add(self, values: int) -> None:
         """Note a step in which `values` recomputed values were compared and equal."""
@@ -359,13 +307,7 @@ class Proved:
         self.values = values
 
     def is_due(self, verify: str | int) -> bool:
-        """Return whether the next step is to be verified; steps without a backward do not count.
-
-        Parameters
-        ----------
-        verify
-            As `checked_verify` returns it.
-        """
+        """Return whether the next step is to be verified; steps without a backward do not count."""
         if self.unproved:
             return False
         return is_verified(verify, min(self.ran, self.steps) if self.is_new else self.ran)
@@ -389,17 +331,9 @@ class Proved:
 
 
 def checked_verify(value: Any) -> str | int:
-    """Return a value of ``verify=`` as it is, or raise.
+    """Return a value of ``verify=`` as it is: "first", "always", "off", or n for every n-th step.
 
-    Parameters
-    ----------
-    value
-        "first", "always", "off", or n: every n-th step after the first ones.
-
-    Raises
-    ------
-    ValueError, TypeError
-        The value is none of these.
+    With n the first steps are verified too. Raises ValueError or TypeError for all else.
     """
     expected = 'expected "first", "always", "off", or a number n >= 1 for every n-th step'
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -410,15 +344,7 @@ def checked_verify(value: Any) -> str | int:
 
 
 def is_verified(verify: str | int, ran: int) -> bool:
-    """Return whether a step's recomputation is compared.
-
-    Parameters
-    ----------
-    verify
-        As `checked_verify` returns it.
-    ran
-        Steps that ran under the plan before.
-    """
+    """Return whether a step's recomputation is compared after `ran` steps under the plan."""
     if verify == "off":
         return False
     if verify == "always" or ran < VERIFIED_STEPS:
@@ -429,20 +355,10 @@ def is_verified(verify: str | int, ran: int) -> bool:
 def recomputation_error(
     operation: str, module: str, mismatch: Mismatch, cure: str, others: int = 0
 ) -> RecomputationError:
-    """Return the error for recomputed values that differ.
+    """Return the error for recomputed values that differ, with a sentence on the user's `cure`.
 
-    Parameters
-    ----------
-    operation
-        Operation that computed the value.
-    module
-        Path of its module; empty for the model itself.
-    mismatch
-        Difference of the value.
-    cure
-        Sentence on what the user can do.
-    others
-        Number of other values that differed.
+    `module` is the path of the operation's module, empty for the model itself; `others` is the
+    number of other values that differed.
     """
     place = f"module {module!r}" if module else "the model"
     also = f" and {others} other value" + ("s" if others > 1 else "") if others else ""

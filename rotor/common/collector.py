@@ -20,13 +20,9 @@ _was_enabled = False
 class CollectorPause:
     """Pause of the collector from `begin` to `end`, or in a ``with`` block.
 
-    Pauses may overlap, in any threads. Reference counts free memory as before.
-
-    Parameters
-    ----------
-    collects
-        True to collect at the end what was made since the begin, unless another pause goes on.
-        Python would soon do so, and walk all older objects too.
+    Pauses may overlap, in any threads. Reference counts free memory as before. With `collects` the
+    end collects what was made since the begin, unless another pause goes on: Python would soon do
+    so, and walk all older objects too.
     """
 
     def __init__(self, *, collects: bool = False) -> None:

@@ -139,13 +139,8 @@ class _Length(_Source):
 class Dependencies(Watch):
     """Places that the code of modules reads, as far as they are known from what it names.
 
-    Parameters
-    ----------
-    modules
-        Modules by name, and functions that are no modules.
-    with_parameters
-        False to leave slots of parameters out, which FSDP2 swaps while modules run.
-
+    `modules` are modules by name, and functions that are no modules. Without `with_parameters`,
+    slots of parameters are left out: FSDP2 swaps them while modules run.
     """
 
     most: ClassVar[int] = 2_000
@@ -311,13 +306,7 @@ class Dependencies(Watch):
 
 
 class Record:
-    """State that some code depended on, when it began to run.
-
-    Parameters
-    ----------
-    recorded
-        From `Dependencies.recorded`.
-    """
+    """State that some code depended on when it began to run, from `Dependencies.recorded`."""
 
     __slots__ = ("_places", "_required", "_tensors", "_values", "_versions")
 

@@ -14,12 +14,7 @@ __all__ = ["PatchedForwards"]
 class PatchedForwards:
     """Context, entered once, in which modules run a replacement of their forward.
 
-    Parameters
-    ----------
-    modules
-        Different modules.
-    make
-        Function of a module and its forward; returns the replacement.
+    `make` returns the replacement for a module and its forward; no module may come twice.
     """
 
     def __init__(

@@ -55,15 +55,7 @@ def _is_library(code: CodeType) -> bool:
 
 
 def warn_caller(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the caller's own code: the innermost one outside of libraries.
-
-    Parameters
-    ----------
-    text
-        Message.
-    category
-        Class of the warning.
-    """
+    """Warn at the line of the caller's own code: the innermost one outside of libraries."""
     frame, level, found = sys._getframe(1), 2, 2
     while frame is not None:
         if not (_is_ours(frame.f_code) or _is_library(frame.f_code)):
@@ -95,11 +87,6 @@ def fold(error: BaseException) -> None:
     The frame that raised stays, and so does the first one; the others lose their variables. An
     error in our own code that no frame of the model has led to keeps all frames, unless it is an
     `InfeasibleError`.
-
-    Parameters
-    ----------
-    error
-        Error that was caught; its traceback is changed.
     """
     first = error.__traceback__
     if first is None or os.environ.get(FULL):

@@ -22,10 +22,7 @@ _OUTER = ("_GLOBAL", "_GLOBALS", "_NAME")
 def hook_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
     """Yield the places to which forward hooks of modules may write tensors.
 
-    Parameters
-    ----------
-    modules
-        The modules; their own attributes are skipped.
+    Attributes of the modules themselves are left out.
     """
     seen: set[int] = set()
     for module in modules:

@@ -28,17 +28,7 @@ _ROOT = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
     """Raise RuntimeError if FSDP swaps parameters of the model while it runs.
 
-    Parameters
-    ----------
-    model
-        The model.
-    planned_as
-        Form of plan that was asked for, for the message.
-
-    Raises
-    ------
-    RuntimeError
-        Names the module.
+    `planned_as` is the form of plan that was asked for, for the message.
     """
     if not fsdp.is_loaded():
         return
@@ -56,13 +46,7 @@ def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
 
 
 def refuse_unsuited_modules(model: nn.Module) -> None:
-    """Raise TypeError if a part of the model is a DistributedDataParallel, or all of it a script.
-
-    Raises
-    ------
-    TypeError
-        Names the module.
-    """
+    """Raise TypeError if a part of the model is a DistributedDataParallel, or all is a script."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "the model is a script of torch.jit, whose forward is not Python: give the module from "
@@ -85,13 +69,7 @@ def _draws_in_cudnn(tensor: torch.Tensor) -> bool:
 
 
 class ModelState:
-    """State of a model that a plan depends on, read fast before every step.
-
-    Parameters
-    ----------
-    model
-        The wrapped model.
-    """
+    """State of a model that a plan depends on, read fast before every step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -167,13 +145,7 @@ class ModelState:
         return not any(is_lazy(core.value_in(slot)) for slot in self._lazy)
 
     def check_dropout(self) -> None:
-        """Raise RuntimeError if a recurrent layer has dropout that cannot be drawn again.
-
-        Raises
-        ------
-        RuntimeError
-            Names the layer and the cure.
-        """
+        """Raise RuntimeError if a recurrent layer has dropout that cannot be drawn again."""
         for module in self._recurrent:
             draws = module.training and module.dropout > 0 and module.num_layers > 1
             if draws and _draws_in_cudnn(next(module.parameters())):

@@ -27,10 +27,7 @@ def _present() -> tuple[Any, ...]:
 class Modes:
     """Modes at construction; a context around a recomputation that sets them again.
 
-    Parameters
-    ----------
-    device_type
-        Type of the device whose autocast counts, beside that of the CPU.
+    Autocast counts on the CPU and on devices of the given type.
     """
 
     __slots__ = ("_autocast", "_modes", "_stack")

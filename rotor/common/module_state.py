@@ -231,26 +231,12 @@ def _finite(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Watch:
-    """State of modules at construction.
+    """State at construction of modules by name, and of functions that are no modules.
 
-    Parameters
-    ----------
-    modules
-        Modules by name, and functions that are no modules.
-    copies_tensors
-        False to leave the values of tensors to others.
-    slots_of
-        Function of a module that returns containers of it to note as well: of parameters, buffers,
-        children and hooks.
-
-    Attributes
-    ----------
-    generators
-        Names of running generators (functions with ``yield``), which cannot be set back.
-    files
-        Open files that can be written to.
-    streams
-        Names of other streams that can be written to, and cannot be set back.
+    Without `copies_tensors` the values of tensors are left to others. `slots_of` returns containers
+    of a module to note as well: of parameters, buffers, children and hooks. `generators` are the
+    names of running generators (functions with ``yield``), and `streams` those of streams that can
+    be written to: neither can be set back. `files` are open files that can be written to.
     """
 
     most: ClassVar[int] = _MOST_CELLS
@@ -470,10 +456,7 @@ class Watch:
     def identities(self, storages: Collection[int] = ()) -> set[tuple[int, Any]]:
         """Return the identities of the places that changed, or that hold what changed.
 
-        Parameters
-        ----------
-        storages
-            Identities of the storages that were written to.
+        `storages` are the identities of the storages that were written to.
         """
         holders = defaultdict(list)
         waiting = []

@@ -15,17 +15,8 @@ __all__ = ["Needs"]
 class Needs:
     """Largest number of bytes in use while a part of a step runs again, and is differentiated.
 
-    Parameters
-    ----------
-    device
-        Device of the part.
-    report
-        Function of the bytes, and of whether others are kept beside; ``None``: they are all.
-
-    Attributes
-    ----------
-    start_bytes
-        Bytes in use before the step, where the part is all of it.
+    `report` is called with the bytes, and with whether others are kept beside (``None``: these are
+    all). `start_bytes` are the bytes in use before the step, where the part is all of it.
     """
 
     def __init__(self, device: torch.device, report: Callable[[int, bool | None], object]) -> None:

@@ -67,18 +67,11 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 class Place:
-    """A piece of state that a stage changes.
+    """A piece of state of the object `owner` that a stage changes.
 
-    Parameters
-    ----------
-    name
-        Location for messages, such as ``0.tau``.
-    owner
-        The object that holds it.
-    key
-        The name or key within `owner`; `None` for the contents as a whole.
-    in_place
-        True if the value itself is changed, so that a saved one must be a copy.
+    `name` is a location for messages, such as ``0.tau``. `key` is the name or key within `owner`,
+    ``None`` for its contents as a whole. With `in_place` the value itself is changed, so that a
+    saved one must be a copy.
     """
 
     __slots__ = ("in_place", "key", "name", "owner")
@@ -121,13 +114,7 @@ class Place:
 
 
 class Saved:
-    """State of places at construction.
-
-    Parameters
-    ----------
-    places
-        The places.
-    """
+    """State of places at construction."""
 
     __slots__ = ("_values",)
 

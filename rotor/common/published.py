@@ -13,15 +13,7 @@ __all__ = ["WithoutCounterpart", "warn_of_ignored"]
 class WithoutCounterpart:
     """Published class that rotor has no counterpart of.
 
-    Parameters
-    ----------
-    *args, **kwargs
-        Those published.
-
-    Raises
-    ------
-    NotImplementedError
-        Always: the message says what to use instead.
+    It takes any arguments and always raises NotImplementedError, which says what to use instead.
     """
 
     instead: ClassVar[str]

@@ -53,25 +53,12 @@ def _host_group(group: Any) -> Any:
 
 
 class Ranks:
-    """Processes of a group that decide together.
+    """Processes of a group, the default one if ``None``, that decide together.
 
-    Every method is a collective operation: each rank of the group has to call it, in the same
-    order as the others. They work on the host, with gloo, under any backend of the group.
-
-    Parameters
-    ----------
-    group
-        A process group; the default one without it.
-
-    Attributes
-    ----------
-    rank, size
-        Number of this process in the group, and number of processes.
-
-    Raises
-    ------
-    RuntimeError
-        No process group was initialised, or this process does not belong to the group.
+    Every method is a collective operation: each rank of the group has to call it, in the same order
+    as the others. They work on the host, with gloo, under any backend of the group. `rank` is the
+    number of this process in the group, `size` the number of processes. Raises RuntimeError if no
+    process group was initialised, or this process does not belong to the group.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -113,10 +100,7 @@ class Ranks:
     def decide(self, decision: Callable[[], T]) -> T:
         """Return the result of `decision` on the first rank, which alone calls it.
 
-        Raises
-        ------
-        Exception
-            Its exception on the first rank is raised on every rank.
+        An exception that it raises there is raised on every rank.
         """
         outcome: tuple[T | None, Exception | None] | None = None
         if self.rank == 0:
@@ -133,15 +117,7 @@ class Ranks:
             del outcome, failure  # Its traceback holds this frame, and all frames around it.
 
     def all_well(self, error: Exception | None) -> None:
-        """Raise on every rank if one of them has an error.
-
-        Raises
-        ------
-        Exception
-            `error`, on a rank that has one.
-        RankError
-            On the others; it names the rank and its error.
-        """
+        """Raise `error` on a rank that has one, and a RankError that names it on all others."""
         failures = [] if error is None else [error]
         del error  # No frame of the traceback may hold it.
 
@@ -154,12 +130,8 @@ class Ranks:
     def together(self, own: Callable[[], T]) -> list[T]:
         """Return what a function returns on each rank, in their order.
 
-        Raises
-        ------
-        Exception
-            Its exception, on a rank where it raises one.
-        RankError
-            On the others; it names the rank and its error.
+        A rank where it raises an exception raises that; the others raise a RankError that names the
+        rank and its error.
         """
         value, problem = None, None
         try:
@@ -206,13 +178,8 @@ def sharers(device: torch.device) -> int:
 
     All processes on this machine share the CPU's memory, and all on one device its memory;
     ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``. Where this process sees fewer
-    devices than there are processes, each may have been given one of its own: ranks then tell
-    each other theirs, in no collective operation.
-
-    Parameters
-    ----------
-    device
-        Device on which this process trains.
+    devices than there are processes, each may have been given one of its own: ranks then tell each
+    other theirs, in no collective operation.
     """
     declared = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not declared.isdecimal() or not (

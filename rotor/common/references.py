@@ -16,17 +16,9 @@ def replace_references(
 ) -> None:
     """Replace objects in containers, attributes, variables of closures and globals.
 
-    This looks at all objects that the garbage collector knows. Local variables of frames that run,
-    and memory of extensions, keep what they refer to.
-
-    Parameters
-    ----------
-    found
-        Objects to replace.
-    given
-        Their substitutes, by ``id``.
-    skipped
-        The ``id`` of each container that stays as it is.
+    This looks at all objects that the garbage collector knows, other than containers whose ``id``
+    is in `skipped`. Local variables of frames that run, and memory of extensions, keep what they
+    refer to. `given` holds the substitutes of the objects in `found`, by ``id``.
     """
     # What is frozen is not found; freezing again would keep garbage that was made since.
     gc.unfreeze()

@@ -48,10 +48,7 @@ _CONSTANT_STEPS = 3
 class StepNotes:
     """Notes that a part needs of the step in which it runs.
 
-    Attributes
-    ----------
-    preserves_rng
-        True to run again with the random numbers of the first forward.
+    With `preserves_rng` it runs again with the random numbers of the first forward.
     """
 
     __slots__ = ("preserves_rng",)
@@ -62,13 +59,8 @@ class StepNotes:
     def report(self, needed_bytes: int, is_kept: bool | None) -> None:
         """Take the bytes that a forward which ran again has needed.
 
-        Parameters
-        ----------
-        needed_bytes
-            Bytes.
-        is_kept
-            True if a backward under the plan has run, and kept its values; ``None`` if the bytes
-            are those of the whole step.
+        `is_kept` is True if a backward under the plan has run, and kept its values; ``None`` if the
+        bytes are those of the whole step.
         """
 
     def report_kept(self, more_bytes: int) -> None:
@@ -81,13 +73,7 @@ STEP: ContextVar[StepNotes] = ContextVar("step", default=_ALONE)
 
 
 class Unit:
-    """Modules that run together, and the buffers that their forward writes to.
-
-    Parameters
-    ----------
-    modules
-        All modules of the part, children included.
-    """
+    """Modules that run together, with their children, and the buffers that their forward writes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = list(modules)
@@ -151,18 +137,12 @@ class Unit:
 
 
 class Surroundings(NamedTuple):
-    """Python state in which a forward began.
-
-    Attributes
-    ----------
-    record
-        State that its code depends on.
-    draws
-        Functions that put generators of Python and NumPy back.
-    """
+    """Python state in which a forward began."""
 
     record: Record
+    """State that its code depends on."""
     draws: list[partial[Any]]
+    """Functions that put generators of Python and NumPy back."""
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -203,29 +183,15 @@ def _versions(values: Sequence[Any]) -> list[int]:
 class Rerun:
     """State of a part, of its arguments and of random generators when its forward begins.
 
-    Parameters
-    ----------
-    unit
-        Modules of the part.
-    value
-        Its arguments, nested; containers are copied.
-    device
-        Device of the part.
-    is_whole
-        True for the whole model, whose arguments are the caller's; those of a part live no longer
-        than its plan wants.
+    `value` holds the arguments, nested; containers are copied. With `is_whole` the part is the
+    whole model, whose arguments are the caller's; those of a smaller part live no longer than its
+    plan wants.
 
-    Attributes
-    ----------
-    surroundings
-        Python state, until no other backward comes; ``None`` where it is not known, or constant.
-    is_batched
-        True in a backward that makes batches of gradients which are to be differentiated.
-    leave
-        Weak reference to a function that frees what the plan keeps: after a backward with
-        ``create_graph``, all others run the forward again too.
-    needs
-        Bytes that the part needs when it runs again.
+    `surroundings` is the Python state until no other backward comes, ``None`` where it is not
+    known, or constant. `is_batched` is True in a backward that makes batches of gradients which are
+    to be differentiated. `leave` is a weak reference to a function that frees what the plan keeps:
+    after a backward with ``create_graph``, all others run the forward again too. `needs` counts the
+    bytes that the part needs when it runs again.
     """
 
     def __init__(
@@ -261,17 +227,9 @@ class Rerun:
     def is_wanted(self, given: Iterable[torch.Tensor | None], *, repeats: bool = False) -> bool:
         """Return whether the running backward is one that a plan cannot give.
 
-        Parameters
-        ----------
-        given
-            Gradients of the part's outputs.
-        repeats
-            True if the plan keeps what a second backward needs.
-
-        Raises
-        ------
-        RuntimeError
-            It is half of a backward of a pipeline's stage; or the graph was not kept for it.
+        `given` are the gradients of the part's outputs; with `repeats` the plan keeps what a second
+        backward needs. Raises RuntimeError if this is half of the backward of a pipeline's stage,
+        or if the graph was not kept for it.
         """
         if self._is_over:
             raise RuntimeError(
@@ -308,18 +266,10 @@ class Rerun:
     def output(self, forward: Callable[[Any], Any], apart: dict[int, torch.Tensor]) -> Any:
         """Return the result of the part's forward, run again from the same state with a tape.
 
-        Parameters
-        ----------
-        forward
-            Function of the part's arguments.
-        apart
-            Dictionary for the tensors that stand for arguments, by the ids of these.
-
-        Raises
-        ------
-        RuntimeError
-            A parameter, a buffer or an argument was written to since the first forward began, other
-            than a parameter by a forward that writes what is there already if it runs again.
+        The tensors that stand for arguments are put into `apart`, by the ids of the arguments.
+        Raises RuntimeError if a parameter, a buffer or an argument was written to since the first
+        forward began; a parameter may have been by a forward that writes the same values again when
+        it runs again.
         """
         unit, value, is_differentiable = self._unit, self._arguments(), torch.is_grad_enabled()
         written = self._written(value)
@@ -379,19 +329,11 @@ class Rerun:
         wanted: Sequence[torch.Tensor],
         mine: Sequence[weakref.ref[torch.Tensor]] = (),
     ) -> dict[int, torch.Tensor | None]:
-        """Return gradients of tensors that the part reads, by the ids of the tensors.
+        """Return gradients of the tensors in `wanted` that are asked for, by their ids.
 
-        Parameters
-        ----------
-        forward
-            Function of the part's arguments that returns its outputs.
-        given
-            Gradients of these outputs.
-        wanted
-            Tensors whose gradients may be asked for.
-        mine
-            The part's outputs as the caller has them: what is computed of them from now on joins
-            the new graph, so that sums of gradients are made in the order of plain autograd.
+        `forward` returns the part's outputs, whose gradients are `given`. `mine` are these outputs
+        as the caller has them: what is computed of them from now on joins the new graph, so that
+        sums of gradients are made in the order of plain autograd.
         """
         asked = {id(t): t for t in wanted if backwards.is_asked_for(t)}
         roots = [k for k, gradient in enumerate(given) if gradient is not None]
@@ -481,19 +423,11 @@ def _present(leaf: Any) -> Any:
 class _Part:
     """Captured call, and the way around it.
 
-    Parameters
-    ----------
-    rerun, forward
-        State in which it began, and the function of its arguments.
-    output, positions
-        Tensors of its result, and the places of those with gradients among them.
-    leaves
-        Tensors that get gradients.
-    token
-        Object that lives while the call's own backward can run; it is told to pass.
-    is_outer
-        True to run again only for gradients that are to be differentiated: the call has another
-        way around it within.
+    `rerun` is the state in which the call began, and `forward` the function of its arguments.
+    `positions` are the places of the tensors with gradients in its result; `leaves` get gradients.
+    `token` lives while the call's own backward can run, and is told to pass. With `is_outer` the
+    call has another way around it within, and runs again only for gradients that are to be
+    differentiated.
     """
 
     def __init__(
@@ -556,20 +490,12 @@ def attach(
     *,
     is_outer: bool = False,
 ) -> Any:
-    """Return the result of a captured call, with a way around the call in its graph.
+    """Return the nested result of a captured call, with a way around the call in its graph.
 
-    Parameters
-    ----------
-    output
-        Result, nested.
-    rerun, forward
-        State in which the call began, and the function of its arguments.
-    leaves
-        Tensors that its backward makes gradients of.
-    token
-        Weak reference to the object that lives while that backward can run.
-    is_outer
-        True to run it again only for gradients that are to be differentiated.
+    `rerun` is the state in which the call began, and `forward` the function of its arguments. Its
+    backward makes gradients of `leaves`; `token` is a weak reference to the object that lives while
+    that backward can run. With `is_outer` it runs again only for gradients that are to be
+    differentiated.
     """
     tensors, passed = output_tensors(output), rerun.arguments
     places: dict[int, int] = {}

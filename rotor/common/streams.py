@@ -36,11 +36,8 @@ def is_file(stream: Any) -> bool:
 class _Unheard:
     """Standard stream that one thread writes to in vain.
 
-    Parameters
-    ----------
-    stream
-        The stream, which other threads write to, and lines of rotor. Warnings are written too: they
-        may come only once.
+    Other threads write to `stream`. So do warnings, for they may come only once, and lines of
+    rotor.
     """
 
     def __init__(self, stream: Any) -> None:

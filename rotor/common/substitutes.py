@@ -26,14 +26,9 @@ def substituted(
 ) -> Iterator[Any]:
     """Give a value with tensors replaced in the context; tuples alone are copied.
 
-    Parameters
-    ----------
-    value
-        Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
-    given
-        Substitutes of tensors, by ``id``.
-    slots
-        Places of more values, (dictionary, name), where tensors are replaced too.
+    Tensors are found in tuples, lists, dictionaries, dataclasses and other objects with attributes,
+    and at `slots`, places of more values as (dictionary, name). `given` has their substitutes, by
+    ``id``.
     """
     found: dict[int, torch.Tensor] = {}
     try:
@@ -57,16 +52,9 @@ def _exchange_in(
 def exchanged(
     value: Any, given: Mapping[int, torch.Tensor], found: dict[int, torch.Tensor] | None = None
 ) -> Any:
-    """Return the value with tensors replaced; tuples alone are copied.
+    """Return the value with tensors replaced as by `substituted`; tuples alone are copied.
 
-    Parameters
-    ----------
-    value
-        Tensors in tuples, lists, dictionaries, dataclasses and other objects with attributes.
-    given
-        Substitutes of tensors, by ``id``.
-    found
-        Dictionary for the tensors of the value, by ``id``.
+    The tensors of the value are put into `found`, by ``id``.
     """
     return _exchanged(value, given, {} if found is None else found, set())
 

@@ -134,13 +134,7 @@ def versions(value: Any) -> tuple[int, ...]:
 
 
 def check_output(name: str, value: Any) -> None:
-    """Raise TypeError if the output of a stage cannot be passed on.
-
-    Raises
-    ------
-    TypeError
-        Names the stage and the type.
-    """
+    """Raise TypeError, with the stage's name, if the output of a stage cannot be passed on."""
     if isinstance(value, torch.Tensor):
         return
     leaves = core.tree_flatten(value)[0]

@@ -111,18 +111,10 @@ class PredictedTimeline:
         loss: int,
         new_bytes: npt.ArrayLike | None = None,
     ) -> PredictedTimeline:
-        """Return the timeline of consecutive runs.
+        """Return the timeline of k consecutive runs, where `loss` is the index of the loss.
 
-        Parameters
-        ----------
-        cost_ns
-            Nanoseconds of each run, [k].
-        live_bytes
-            Bytes that are live during each run, [k].
-        loss
-            Index of the loss.
-        new_bytes
-            Bytes that each run allocates, [k], if known.
+        Each array is [k]: nanoseconds of each run, bytes live during it, and bytes that it
+        allocates.
         """
         seconds = np.concatenate([[0.0], np.cumsum(np.asarray(cost_ns, dtype=np.float64))]) / _NS
         live = np.asarray(live_bytes, dtype=np.int64)

@@ -94,12 +94,9 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def generators_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Put the generators of Python and NumPy, and those in modules' attributes, back as they were.
+    """Put generators back that Python, NumPy and attributes of modules have, as they were.
 
-    Parameters
-    ----------
-    modules
-        Where to look for a `torch.Generator`, or one of NumPy's or Python's.
+    Attributes may hold a `torch.Generator`, or one of NumPy's or Python's.
     """
     restores = list(map(state_of, generators(modules)))
     try:
@@ -185,12 +182,8 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 def copied_arguments(value: Any, *, copies_tensors: bool = False) -> Any:
     """Return arguments that share nothing with these but modules.
 
-    The bytes of tensors are shared too, unless these are copied: a `Trial` puts them back.
-
-    Raises
-    ------
-    Untriable
-        An argument cannot be copied.
+    The bytes of tensors are shared too, unless these are copied: a `Trial` puts them back. Raises
+    Untriable if an argument cannot be copied.
     """
     kept = _reachable(value)
     memo: dict[int, Any] = {}
@@ -214,31 +207,13 @@ Roots = nn.Module | Iterable[tuple[str, Any]]
 
 
 class Trial:
-    """State before a trial.
+    """State before a trial of the model, or of modules and functions by name.
 
-    Parameters
-    ----------
-    roots
-        The model; or modules, and functions that are no modules, by name.
-    arguments
-        Arguments of the runs.
-    device
-        Device of the runs.
-    is_guarded
-        True if the bytes of tensors are kept when they are written to; else those of attributes are
-        copied at once, and the caller keeps the others.
-    is_sharded
-        True to leave parameters and gradients to FSDP2.
-
-    Attributes
-    ----------
-    arguments
-        Copies for the runs.
-
-    Raises
-    ------
-    Untriable
-        An argument cannot be copied, or a running generator or a stream cannot be set back.
+    `arguments` are those of the runs, of which the attribute holds copies. With `is_guarded` the
+    bytes of tensors are kept when they are written to; else those of attributes are copied at once,
+    and the caller keeps the others. With `is_sharded`, parameters and gradients are left to FSDP2.
+    Raises Untriable if an argument cannot be copied, or a running generator or a stream cannot be
+    set back.
     """
 
     def __init__(
@@ -317,12 +292,9 @@ class Trial:
     def put_back(self, again: Trial | None = None) -> None:
         """Restore the state at construction.
 
-        Parameters
-        ----------
-        again
-            Trial of a second run: what that did not change again stays, as a first forward's
-            preparation of the model; but for tensors of the arguments, and for values that hold
-            what that changed again.
+        `again` is the trial of a second run: what that run did not change again stays, such as the
+        preparation of the model by a first forward; but tensors of the arguments, and values that
+        hold what it did change again, are restored.
         """
         if again is None:
             self._writes.undo()
