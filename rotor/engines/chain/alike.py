@@ -23,21 +23,14 @@ MOST_APART = 1.5
 
 @dataclass(frozen=True)
 class TimedStage:
-    """A stage with measured times, for those of the same structure.
-
-    Attributes
-    ----------
-    figures
-        Sizes that its metered run found, in bytes.
-    rough_ns
-        Time of that metered run.
-    times
-        Its times without a graph, with one, and backward, in ns.
-    """
+    """Stage with measured times, which hold for other stages of the same structure."""
 
     figures: tuple[Any, ...]
+    """Sizes that the metered run found, in bytes."""
     rough_ns: int
+    """Time of the metered run."""
     times: tuple[int, int, int]
+    """Times of the stage without a graph, with one, and backward, in ns."""
 
     def is_like(self, figures: tuple[Any, ...], rough_ns: int) -> bool:
         """Return whether a stage of the same structure ran in the same bytes and about the time."""
@@ -46,16 +39,11 @@ class TimedStage:
 
 
 def structure_of(stage: Stage, x: Any, flags: Flags, seen: Observation) -> Hashable | None:
-    """Return a value that stages of equal modules and inputs share; ``None`` if none is known.
+    """Return a value that stages of equal modules and inputs share; ``None`` if there can be no
+    equal.
 
-    Parameters
-    ----------
-    stage
-        Stage whose functions are modules; with other functions, or with hooks, it has no equals.
-    x, flags
-        Input of the stage, and flags of its tensors that require gradients.
-    seen
-        Observation of the stage.
+    A stage with functions that are no modules, or with hooks, has no equal. `flags` tells which
+    tensors of `x` require gradients.
     """
     if not all(isinstance(function, nn.Module) for function in stage.functions):
         return None

@@ -19,21 +19,12 @@ __all__ = ["Around"]
 class Around:
     """Ways around the schedule of one step.
 
-    One leads around the stages that the schedule runs, so that those of plain autograd see every
-    backward. Another leads around the whole chain for gradients that are to be differentiated, so
-    that their sums are made in the order of plain autograd; unless values leave the stages, or the
-    last ones have registered hooks, which would be called without a gradient.
-
-    Parameters
-    ----------
-    unit
-        Modules of the chain.
-    inspection, schedule
-        The chain, and the operations to execute.
-    arg
-        Input of the first stage, which runs next.
-    is_whole
-        As of `Rerun`.
+    One leads around the stages that the schedule runs, so that the stages of plain autograd see
+    every backward. Another leads around the whole chain for gradients that are to be
+    differentiated, so that their sums are made in the order of plain autograd; unless values leave
+    the stages, or the last ones have registered hooks, which would be called without a gradient.
+    `unit` has the modules of the chain, `arg` is the input of the stage that runs next, and
+    `is_whole` is handed to `Rerun`.
     """
 
     def __init__(
@@ -103,4 +94,4 @@ class Around:
 
 
 def _never_again() -> None:
-    """Return what a dead reference does: a schedule runs one backward."""
+    """Return ``None``, as a dead reference does: a schedule runs one backward."""

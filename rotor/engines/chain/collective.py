@@ -71,7 +71,7 @@ class ShardedMeasuring(Measuring):
             return super().stage(i)
 
     def before(self, i: int) -> None:
-        """Gather the parameters that the forward would find gathered, as never released."""
+        """Gather the parameters of units that stay gathered after their forward, as in a step."""
         for unit in self._units(i):
             if not unit.reshards_after_forward:
                 unit.gather()
@@ -117,9 +117,9 @@ class ShardedMeasuring(Measuring):
 
 @contextmanager
 def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
-    """Prepare a sharded model for measuring, inside of its forward or before the first.
+    """Set gradients aside and gather the units around the stages of a sharded model, in a context.
 
-    Gradients are set aside, and the units around the stages are gathered, in the context.
+    The context is entered inside of the model's forward or before the first one.
     """
     plain = [
         parameter
@@ -147,10 +147,7 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
 def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
     """Return one measure of all ranks' measures: mean times, and the largest bytes of any rank.
 
-    Raises
-    ------
-    RankError
-        The ranks have not measured the same stages.
+    Raises RankError if the ranks have not measured the same stages.
     """
     mine = (inspection.input_bytes, inspection.output_grad_bytes)
     loss = (inspection.loss_peak_bytes or 0, inspection.loss_ns or 0)
@@ -221,7 +218,7 @@ def _mean(numbers: Sequence[int]) -> int:
 
 
 def share_loss(ranks: Ranks, learned_loss: dict[Any, int], measured: Any) -> None:
-    """Take the largest need of the loss that any rank saw."""
+    """Set the learned need of the loss to the largest that any rank knows, if one does."""
     learned = learned_loss.get(measured)
     found = ranks.exchange_ints(learned is not None, learned or 0)
     known = [size for is_known, size in found if is_known]
@@ -239,25 +236,11 @@ def plan_once(
     *,
     plain_tail: bool,
 ) -> Plan:
-    """Return the plan of the first rank, on all of them.
+    """Return the plan that `make(limit, reserve)` gives on the first rank, on all of them.
 
-    Parameters
-    ----------
-    ranks
-        Processes that run the plan.
-    make
-        Function of a limit and a reserve that makes a plan.
-    limit_bytes, reserve_bytes
-        Values of this rank: the least limit of all ranks holds, and the largest reserve.
-    chain, inspection
-        Measured stages and their cost model, equal on all ranks.
-    plain_tail
-        True if plain autograd may run the last stages.
-
-    Raises
-    ------
-    InfeasibleError
-        No schedule fits; on every rank.
+    The least limit of all ranks holds, and their largest reserve. The inspection and its chain are
+    equal on all ranks; with `plain_tail`, plain autograd may run the last stages. Raises
+    InfeasibleError on every rank if no schedule fits.
     """
     limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
     own: list[Plan] = []

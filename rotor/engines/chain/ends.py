@@ -75,7 +75,9 @@ _apply_input = core.bare_apply(_Input)
 def root_of(
     outputs: list[torch.Tensor], token: torch.Tensor
 ) -> tuple[torch.Tensor, list[Any] | None]:
-    """Return the root of a stage's graph, and the cell from which it takes gradients, if any."""
+    """Return the root of a stage's graph, and the cell from which its backward takes gradients, if
+    any.
+    """
     if len(outputs) == 1 and outputs[0].nbytes < _HANDOFF_BYTES:
         return outputs[0], None
     cell: list[Any] = []
@@ -90,18 +92,11 @@ def leaf_flags(value: Any) -> Flags:
 def as_inputs(
     value: Any, flags: Flags, leaf: torch.Tensor, leaves: Flags | None = None
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Return a copy that shares storages, and those of its tensors that require gradients.
+    """Return a copy of a stage's input that shares storages, and those of its tensors with a flag
+    set.
 
-    Parameters
-    ----------
-    value
-        Input of a stage, or its detached copy.
-    flags
-        Tensors that require gradients.
-    leaf
-        Leaf before them.
-    leaves
-        Tensors that are leaves themselves; by default none that requires gradients.
+    The flags tell which tensors require gradients; each has a node before it that follows `leaf`,
+    but for those that `leaves` names, which become leaves themselves (by default none).
     """
     tensors = tree_tensors(value)
     found = [

@@ -98,7 +98,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self.held: set[Any] = set()
 
     def check(self) -> None:
-        """Raise if costs of operations are given, which chains do not take."""
+        """Raise ValueError if costs of operations are given, which chains do not take."""
         if self.settings.profile != "measured":
             raise ValueError(
                 "the stages of a chain are always measured here: profile= is for graphs, give "
@@ -260,14 +260,11 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return described(len(self._fitted), len(self._inspections))
 
     def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
-        """Refuse models that only another engine can plan; warn of kept stages.
+        """Raise Unsuited for models that only a graph of operations can follow; warn of kept
+        stages.
 
-        Raises
-        ------
-        Unsuited
-            Values leave stages in a way that a graph of operations can follow, and a chain cannot.
-        RuntimeError
-            Values leave a stage of a sharded model.
+        Raises RuntimeError instead if values leave a stage of a sharded model. All ranks exchange
+        what they have observed.
         """
         leaving = [i for i, s in enumerate(seen) if s.leaves or s.is_fed]
         reason = f"stage {stages[leaving[0]].name}: {seen[leaving[0]].reason()}" if leaving else ""
@@ -361,14 +358,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return self._sharding.collective_bytes(inspection.stages, inspection.device)
 
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
-        """Set the algorithm of the following plans.
+        """Set the algorithm of the following plans: an algorithm, its class, or its name.
 
-        Parameters
-        ----------
-        algo
-            An algorithm of `rotor.algorithms` or one of your own, its class, or its name.
-        options
-            Keywords of the class if `algo` is one or a name, else of its ``solve``.
+        The options are keywords of the class if `algo` is a class or a name, else of its ``solve``.
         """
         chosen = algorithms.chosen(algo, options)
         self.settings.algorithm, self.settings.algorithm_options = chosen

@@ -66,18 +66,8 @@ def inferred(
 ) -> Inspection | None:
     """Return bounds of measures for a kind of step; ``None`` if its stages have to be measured.
 
-    Parameters
-    ----------
-    inspections
-        Measures by `Key.measured`.
-    fitted
-        Kinds among them whose measures are bounds; this kind is added.
-    learned_loss
-        Bytes of the caller's loss by `Key.measured`; a bound for this kind is added.
-    measured
-        Kind of step in question.
-    input_bytes
-        Bytes of its input.
+    The kinds in `fitted` have bounds instead of measures, and are not used. If bounds are found,
+    the kind `measured` is added to `fitted`, and a bound of the loss's bytes to `learned_loss`.
     """
     known = [
         Measured(_sizes_of(other), inspection, learned_loss.get(other))
@@ -102,14 +92,7 @@ def described(fitted: int, kinds: int) -> list[Any]:
 def between(known: Sequence[Measured], sizes: tuple[int, ...], input_bytes: int) -> Measured | None:
     """Return bounds of measures for an input; ``None`` if its stages have to be measured.
 
-    Parameters
-    ----------
-    known
-        Measures of inputs that differ in sizes only; with fewer than two there are no bounds.
-    sizes
-        Sizes of the input and the targets.
-    input_bytes
-        Bytes of the input.
+    The known inputs differ in sizes only. Fewer than two of them give no bounds.
     """
     if len(known) < 2:
         return None

@@ -30,9 +30,8 @@ Growth = dict[int, tuple[int, int]]
 
 
 def can_vary(stage: Stage) -> bool:
-    """Return whether a stage may keep other bytes for an input of the same shape.
-
-    PyTorch's own layers do not.
+    """Return whether a stage may keep other bytes for inputs of one shape; PyTorch's own layers do
+    not.
     """
     return not stage.is_of_layers()
 
@@ -55,32 +54,16 @@ class _WatchedStage:
 
 
 class StageWatch:
-    """Comparison of the memory that stages keep with the measured one.
-
-    Parameters
-    ----------
-    inspection
-        Measured stages.
-
-    Attributes
-    ----------
-    inspection
-        As given.
-    stages
-        Stages that run in place of the measured ones.
-    growth
-        Largest excess over the measure, by stage.
-    is_new
-        True if more growth was seen than the plan includes.
-    is_unexplained
-        True if the heap grew by more than the tensors of a stage hold, such as a kernel's cache.
-    """
+    """Comparison of the memory that stages keep with the measured one."""
 
     def __init__(self, inspection: Inspection) -> None:
         self.inspection = inspection
         self.growth: Growth = {}
+        """Largest excess over the measure, by stage."""
         self.is_new = False
+        """True if more growth was seen than the plan includes."""
         self.is_unexplained = False
+        """True if the heap grew by more than a stage's tensors hold, such as a kernel's cache."""
         self._is_queued = False
         self._on_growth: Callable[[], None] | None = None
         self._measures = inspection.measures
@@ -88,6 +71,7 @@ class StageWatch:
             _WatchedStage(stage, self._noting(i)) if can_vary(stage) else stage
             for i, stage in enumerate(inspection.stages)
         ]
+        """Stages that run in place of the measured ones."""
 
     @staticmethod
     def of(inspection: Inspection) -> StageWatch | None:
@@ -150,12 +134,7 @@ class StageWatch:
 def grown(inspection: Inspection, growth: Growth) -> Inspection:
     """Return an inspection with larger sizes of stages that keep more than was measured.
 
-    Parameters
-    ----------
-    inspection
-        Measured stages.
-    growth
-        Observed excess. Temporaries are assumed to grow with the kept memory.
+    Temporaries are assumed to grow with the kept memory.
     """
     measures = list(inspection.measures)
     for i, (kept, given) in growth.items():
@@ -184,14 +163,9 @@ def known_growth(watches: Watches, inspection: Inspection) -> Inspection:
 
 
 def stage_watch(engine: Any, plan: Any) -> StageWatch | None:
-    """Return the watch of the stages in a step; ``None`` if their memory cannot vary.
+    """Return the watch of the stages in a plan's step; ``None`` if their memory cannot vary.
 
-    Parameters
-    ----------
-    engine
-        Chain engine; its next steps are planned for the observed growth.
-    plan
-        Plan of the step.
+    The next steps of the chain engine are planned for the observed growth.
     """
     inspection, watches = plan.inspection, engine.watches
     if engine.context.peers.ranks is not None:
@@ -232,16 +206,9 @@ def _excess(engine: Any, plan: Any) -> int:
 
 
 def watch_output(engine: Any, plan: Any, output: Any) -> None:
-    """Learn at the end of the backward if the caller holds the output, for which there is no room.
+    """Note at the end of the backward if the caller holds the output, for which there is no room.
 
-    Parameters
-    ----------
-    engine
-        Chain engine, which plans no such step again.
-    plan
-        Plan of the step, made without the output.
-    output
-        The model's output.
+    The plan of the step was made without the output. The engine makes no such plan again.
     """
     watched = [tensor for tensor in tree_tensors(output) if tensor.requires_grad]
     storages = [core.storage_reference(tensor) for tensor in watched]

@@ -55,18 +55,10 @@ def _tensors_of(places: Iterable[Place]) -> list[torch.Tensor]:
 
 
 class Measuring:
-    """One pass over the stages, from the input to the output.
+    """One pass over `stages`, from the input `arg` of the first to the output.
 
-    Parameters
-    ----------
-    stages, arg
-        Stages, and input of the first.
-    observations
-        Observation of each stage.
-    hold_output
-        True if the caller holds the output.
-    few_rounds
-        True to take the median of three rounds.
+    The `observations` are one for each stage. `hold_output` tells whether the caller holds the
+    output. With `few_rounds`, times are medians of three rounds.
     """
 
     run_class = Run
@@ -173,7 +165,11 @@ class Measuring:
     def _metered_round(
         self, i: int, x: Any
     ) -> tuple[int, int, tuple[int, ...], tuple[int, int, int, int]]:
-        """Return sizes of output, input's and parameters' gradients; xbar, and peaks above it."""
+        """Run a round under a meter; return its bytes.
+
+        They are those of the output, the input's gradient and each parameter's gradient; then the
+        graph kept after Fe, and the peaks of Fe, Fn and B above what remains of them.
+        """
         with allocator.meter(self.device) as meter:
             output_bytes, arriving, gradient, parameters = self._round(i, x, meter.mark)
         segments = {s.name: s for s in meter.segments}
@@ -222,7 +218,7 @@ class Measuring:
             self.run.do(FN, i)
 
     def _choose_kernels(self, i: int, x: Any) -> None:
-        """Have the thread of backwards, which runs the stage again, search its algorithms."""
+        """Let the thread of backwards, which runs the stage again, search for its kernels too."""
         if not devices.searches(self.device):
             return
 
@@ -237,7 +233,11 @@ class Measuring:
     def _round(
         self, i: int, x: Any, mark: Callable[[str], object] | None = None
     ) -> tuple[int, int, int, tuple[int, ...]]:
-        """Run Fe, B and Fn of stage i; return sizes of output, its and other gradients."""
+        """Run Fe, B and Fn of stage i; return bytes.
+
+        They are those of its output, the gradient that arrives, the input's gradient, and each
+        parameter's gradient.
+        """
         run = self.run
         mark = mark or _no_mark
         run.x[i] = x
@@ -341,7 +341,7 @@ class Measuring:
         return medians[0][0], medians[1][0], medians[2][0]
 
     def loss(self, loss_fn: Callable[..., torch.Tensor], targets: Sequence[Any]) -> tuple[int, int]:
-        """Return the loss's peak above the level without it and its input; and its time."""
+        """Return the loss's peak above the level without it and its input, and its time in ns."""
         n = len(self.stages)
         run = self.run
         clock = timing.Clock(self.device)

@@ -209,14 +209,10 @@ class Inspection:
 
 
 def plain_regions(leaves: Sequence[bool], sizes: Sequence[int]) -> tuple[int, int]:
-    """Return (h, t): all leaves are below h or from t on, and the least memory is kept there.
+    """Return (h, t): all stages marked in `leaves` are below h or from t on, with the least sum of
+    sizes.
 
-    Parameters
-    ----------
-    leaves
-        Stages that have to run as plain PyTorch does.
-    sizes
-        Bytes that each stage keeps.
+    These stages have to run as plain PyTorch does; `sizes` are the bytes that each stage keeps.
     """
     n = len(leaves)
     marked = [i for i, flag in enumerate(leaves) if flag]

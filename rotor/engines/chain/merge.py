@@ -28,32 +28,13 @@ def _storages(value: Any) -> set[int]:
 def merge_stages(
     stages: Sequence[Stage], arg: Any, done: Callable[[], object] = lambda: None
 ) -> list[Stage]:
-    """Return stages that can be cut apart: in-place and viewing ones join their predecessor.
+    """Return `stages` that can be cut apart: in-place and viewing ones join their predecessor.
 
-    Runs the model forward once, without a graph and on copies of its buffers; and on a copy of its
-    input where a stage that might write to it comes first.
-
-    Parameters
-    ----------
-    stages
-        Stages from `find_stages`.
-    arg
-        Input of the model.
-    done
-        Function called after each stage.
-
-    Returns
-    -------
-    list of Stage
-        The stages, some of them joined.
-
-    Raises
-    ------
-    ValueError
-        The first stage changes the model's input in place, or a stage runs only where gradients
-        are enabled; named.
-    TypeError
-        A stage returns something other than tensors; named.
+    Runs the model forward once, without a graph and on copies of its buffers, and on a copy of its
+    input `arg` where a stage that might write to it comes first; calls `done` after each stage.
+    Raises ValueError that names the stage if the first stage changes the model's input in place, or
+    a stage runs only where gradients are enabled, and TypeError if a stage returns something other
+    than tensors.
     """
     merged: list[Stage] = []
     views_input = False

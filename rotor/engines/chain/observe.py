@@ -48,49 +48,33 @@ __all__ = [
 
 @dataclass
 class Observation:
-    """Behaviour of a stage beside its output.
-
-    Attributes
-    ----------
-    flags
-        Tensors of the output that require gradients, as flags.
-    uses_rng
-        True if a forward draws random numbers of PyTorch's own generators.
-    mutable_buffers
-        Buffers that a forward changes.
-    changes
-        Other state that a forward changes.
-    leaves
-        Places by which values that require gradients leave the stage; empty if none does.
-    reads
-        Earliest stage whose graph the stage reads beside its input; by default its own index.
-    passes_output
-        True if such a value was made of the output, or is the output.
-    is_fed
-        True if the stage reads a value in the graph that no stage made.
-    repeats
-        True if two runs gave the same bits.
-    written
-        Parameters that a forward writes to.
-    asks
-        True if a run without a graph gave other bits.
-    read
-        Ids of the parameters and of other stages' buffers that a forward reads.
-    """
+    """Behaviour of a stage beside its output."""
 
     flags: Flags
+    """Tensors of the output that require gradients."""
     uses_rng: bool
+    """True if a forward draws random numbers of PyTorch's own generators."""
     mutable_buffers: list[core.Slot]
+    """Buffers that a forward changes."""
     changes: list[Place]
+    """Other state that a forward changes."""
     leaves: list[str]
+    """Places by which values that require gradients leave the stage, beside its output."""
     passes_output: bool
+    """True if a value that leaves was made of the output, or is the output."""
     reads: int
+    """Earliest stage whose graph the stage reads beside its input; by default its own index."""
     is_fed: bool
+    """True if the stage reads a value in the graph that no stage made."""
     repeats: bool
+    """True if two runs gave the same bits."""
     written: list[torch.Tensor] = field(default_factory=list, repr=False)
+    """Parameters that a forward writes to."""
     asks: bool = False
+    """True if a run without a graph gave other bits."""
     reaches: Any = field(default=None, repr=False)
     read: set[int] = field(default_factory=set, repr=False)
+    """Ids of the parameters and of other stages' buffers that a forward reads."""
 
     def reason(self) -> str:
         """Return the reason for a single forward run; empty if the stage may run again."""
@@ -103,7 +87,9 @@ class Observation:
 
 @contextmanager
 def copied_buffers(stage: Stage) -> Iterator[list[tuple[core.Slot, torch.Tensor]]]:
-    """Have the stage run on copies of its buffers; gives the originals with their slots."""
+    """Run the stage on copies of its buffers in a context that gives the originals with their
+    slots.
+    """
     kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
     try:
         for (slots, name), buffer in kept:
@@ -247,16 +233,9 @@ def _walk(value: Any, known: set[int]) -> _Walk:
 
 
 def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
-    """Return the bytes of the tensors that an output and its graph hold.
+    """Return the bytes of the tensors that a stage's output and its graph hold.
 
-    Parameters
-    ----------
-    stage
-        Stage whose parameters and buffers do not count.
-    x
-        Input of the stage, which does not count either.
-    y
-        Output of the stage.
+    The stage's input, parameters and buffers do not count.
     """
     tensors = list(tree_tensors(y))
     for node in _nodes_of(tree_tensors(y)):
@@ -300,20 +279,11 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> set[int]:
 
 
 class Observer:
-    """Observer that runs the stages in order.
+    """Observer that runs the stages in order, each in its context `around(stage)`.
 
-    Parameters
-    ----------
-    device
-        Device of the stages.
-    around
-        Function that returns the context of a stage.
-    leaves
-        Flags of the leaves among the tensors of the first input.
-    slots
-        Parameters that stages may write to, and buffers.
-    sees_writes
-        False to leave writes to parameters alone: FSDP2 fills and frees them.
+    `leaves` tells which tensors of the first input are leaves. `slots` are buffers, and parameters
+    that stages may write to; without `sees_writes`, writes to parameters are left alone, since
+    FSDP2 fills and frees them.
     """
 
     def __init__(
@@ -449,7 +419,9 @@ class Observer:
     def _same_gradients(
         self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
     ) -> bool:
-        """Return whether two more runs agree in gradients, or differ even for one run."""
+        """Return whether two more runs agree in gradients, or two backwards of one run differ as
+        well.
+        """
         after = Saved(watch.changed())
         rng = self._rng.read()
 
@@ -502,24 +474,10 @@ def observe(
     *,
     sees_writes: bool = True,
 ) -> tuple[list[Stage], list[Observation]]:
-    """Observe the stages; merge a stage that reads another one's values with it.
+    """Return the stages and the observation of each; a stage that reads another's values joins it.
 
-    Parameters
-    ----------
-    stages
-        Stages in the form in which they can be cut apart.
-    arg
-        Input of the model.
-    device
-        Device of the input.
-    around
-        Function that returns the context of a stage.
-    sees_writes
-        As of `Observer`.
-
-    Returns
-    -------
-    The stages, after merging, and the observation of each.
+    The stages are in the form in which they can be cut apart, and `arg` is the model's input. The
+    other parameters are as of `Observer`.
     """
     slots = [slot for stage in stages for slot in stage.slots()] * sees_writes
     observer = Observer(device, around, leaf_flags(arg), slots=slots, sees_writes=sees_writes)
@@ -565,13 +523,7 @@ def _joined(a: Observation, b: Observation) -> Observation:
 
 
 def note_state(stages: Sequence[Stage], observations: Sequence[Observation]) -> None:
-    """Give each stage the state that its recomputation has to restore.
-
-    Parameters
-    ----------
-    stages, observations
-        Stages, and the observation of each.
-    """
+    """Set in each stage the state that its recomputation has to restore, from the observations."""
     places: dict[Any, Place] = {}
     for seen in observations:
         for place in seen.changes:

@@ -30,21 +30,7 @@ _ATTEMPTS = 4
 
 @dataclass(repr=False)
 class Plan(Metered):
-    """Schedule and its figures; bytes are above the level at which a step begins.
-
-    Attributes
-    ----------
-    inspection, chain, sequence, schedule
-        Measured stages, their cost model, the operations, and these in the executor's form.
-    limit_bytes
-        Limit of the plan.
-    executor_bytes
-        Bytes that the executor itself keeps: random states and copies of buffers.
-    verify
-        Steps in which recomputed values are compared.
-    refuted
-        True if a recomputed value differed.
-    """
+    """Schedule and its figures; bytes are above the level at which a step begins."""
 
     engine: ClassVar[str] = "chain"
 
@@ -52,10 +38,14 @@ class Plan(Metered):
     chain: Chain
     sequence: Sequence
     schedule: Schedule
+    """Operations of the sequence in the executor's form."""
     limit_bytes: int
     executor_bytes: int
+    """Bytes that the executor itself keeps: random states and copies of buffers."""
     verify: str | int = field(default="first", repr=False)
+    """Steps in which recomputed values are compared."""
     refuted: bool = field(default=False, repr=False)
+    """True if a recomputed value differed."""
 
     @property
     def is_refuted(self) -> bool:
@@ -92,7 +82,7 @@ class Plan(Metered):
 
     @property
     def loss_room_bytes(self) -> int | None:
-        """Bytes for the caller's loss and the gradient it makes; ``None``: it is captured."""
+        """Bytes for the caller's loss and the gradient it makes; ``None`` if a loss is captured."""
         if self.inspection.loss_peak_bytes is not None:
             return None
         return self.chain.loss_tmp_bytes + self.inspection.output_grad_bytes
@@ -126,16 +116,8 @@ def executor_bytes(
 ) -> int:
     """Return the bytes kept beside the chain's: random states, copies of buffers, scalars.
 
-    Parameters
-    ----------
-    inspection
-        Measured stages.
-    runs
-        Number of forward runs of each stage.
-    rng
-        True if random states are preserved.
-    verified
-        True if recomputed values are compared in some steps.
+    `runs` has the number of forward runs of each stage; `rng` tells whether random states are
+    preserved, `verified` whether recomputed values are compared in some steps.
     """
     measures = list(zip(inspection.measures, runs, strict=True))
     recomputed = [m for m, count in measures if count > 1]
@@ -166,14 +148,8 @@ def with_executor(
 ) -> Curve:
     """Return a chain's curve by limits, which hold what the executor keeps beside the chain.
 
-    Parameters
-    ----------
-    curve, chain, inspection
-        Step time against the chain's budget, the chain, and its measured stages.
-    own_bytes
-        Bytes kept beside the needs of the chain and the executor.
-    rng, verified
-        As in `executor_bytes`.
+    The given curve is by budgets of the chain. `own_bytes` are kept beside the needs of the chain
+    and the executor; `rng` and `verified` are as in `executor_bytes`.
     """
     n, compared = len(chain), _most_compared(inspection)
 
@@ -240,34 +216,16 @@ def make_chain_plan(
     plain_tail: bool = True,
     verify: str | int = "off",
 ) -> Plan:
-    """Return the best schedule of the algorithm under a limit.
+    """Return the best schedule of the algorithm under a limit on bytes above the level at its
+    start.
 
-    Parameters
-    ----------
-    inspection, chain
-        Measured stages, and their cost model.
-    limit_bytes
-        The most that a step may allocate above the level at its start.
-    algorithm, options
-        Algorithm that finds the schedule, and keywords of its ``solve``.
-    reserve_bytes
-        Bytes set aside beside the predicted ones.
-    rng
-        True if random states are preserved.
-    progress
-        Function called as ``progress(done, total)`` during a long computation.
-    collective_bytes
-        Bytes kept beside the needs of the chain and the executor, by collectives for instance.
-    plain_tail
-        True if plain autograd may run the last stages.
-    verify
-        Steps in which recomputed values are compared.
+    The `options` are keywords of the algorithm's ``solve``. `reserve_bytes` are set aside beside
+    the predicted ones, and `collective_bytes` are kept beside the needs of the chain and the
+    executor. With `plain_tail`, plain autograd may run the last stages; `verify` names the steps in
+    which recomputed values are compared.
 
-    Raises
-    ------
-    InfeasibleError
-        No schedule fits; `minimum_bytes` is the least limit with a schedule, counted as
-        `limit_bytes` is.
+    Raises InfeasibleError if no schedule fits; its `minimum_bytes` is the least limit with a
+    schedule, counted as `limit_bytes` is.
     """
     compared = _most_compared(inspection)
     has_proofs = has_room(inspection.device, compared, limit_bytes)
@@ -319,7 +277,7 @@ def _make_chain_plan(
     def peak_within(budget: int) -> Peak | None:
         try:
             return peak_of(solved(algorithm, chain, budget, progress=progress, **options))
-        except InfeasibleError:  # An algorithm of the caller's, whose least is not exact.
+        except InfeasibleError:  # An algorithm of the caller's, whose least limit is not exact.
             return None
 
     def solve(own: int) -> Plan:

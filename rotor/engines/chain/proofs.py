@@ -50,18 +50,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StageProof(ABC):
-    """Comparisons of the outputs of stages that run again with those of their first runs.
-
-    Parameters
-    ----------
-    stages
-        The stages.
-
-    Attributes
-    ----------
-    proof
-        Results of the comparisons.
-    """
+    """Comparisons of the outputs of stages that run again with those of their first runs."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -82,14 +71,8 @@ class StageProof(ABC):
         """Read all comparisons, at the end of a backward, or have them read."""
 
     def refusal(self, found: Sequence[Mismatch], cure: str) -> tuple[list[int], Exception]:
-        """Return the first stages that differed, and the error.
-
-        Parameters
-        ----------
-        found
-            All differences.
-        cure
-            Sentence on what the user can do.
+        """Return the first stages that differed, and the error, with a sentence on what the user
+        can do.
         """
         differing: dict[int, Mismatch] = {}
         for mismatch in found:
@@ -106,20 +89,10 @@ class StageProof(ABC):
 
 
 class StepProof(StageProof):
-    """Comparisons of one step.
+    """Comparisons of one step, whose results go to `proved`.
 
-    Parameters
-    ----------
-    stages
-        The stages of the chain.
-    proved
-        Recipient of the results.
-    parameters
-        Parameters whose gradients are restored.
-    room_bytes
-        Largest size of the copies of existing gradients.
-    failed
-        Function called with the indices of stages that gave other bits.
+    The gradients of `parameters` are restored after a difference, unless their copies would need
+    more than `room_bytes`; `failed` is called with the indices of stages that gave other bits.
     """
 
     def __init__(
@@ -184,10 +157,8 @@ class StepProof(StageProof):
     def settle(self) -> None:
         """Read all comparisons, at the end of a backward.
 
-        Raises
-        ------
-        RecomputationError
-            A value differs; gradients, buffers and state are restored to before the step.
+        Raises RecomputationError if a value differs, after gradients, buffers and state are
+        restored to before the step.
         """
         values = self.proof.compared
         found = self.proof.finish()

@@ -38,14 +38,9 @@ def modules_of(stages: Items[Stage]) -> list[nn.Module]:
 
 
 class LoadedSequence(DynamicAlgorithm):
-    """Saved sequence if it fits in the budget; otherwise an algorithm.
+    """Saved sequence if it fits in the budget; otherwise the solution of an algorithm.
 
-    Parameters
-    ----------
-    sequence
-        Operations.
-    otherwise
-        Algorithm; without one InfeasibleError is raised.
+    Without an algorithm, InfeasibleError is raised.
     """
 
     name: ClassVar[str] = "loaded"
@@ -158,13 +153,10 @@ class PublishedChain:
 
 
 def checked_sequence(source: Sequence | str | os.PathLike[str], chain: Chain) -> Sequence:
-    """Return a saved sequence of a chain.
+    """Return a saved sequence of a chain, or of a file.
 
-    Raises
-    ------
-    ValueError
-        The file holds no schedule; it is one of another chain, and the message has the first
-        difference.
+    Raises ValueError if the file holds no schedule, or one of another chain; the message has the
+    first difference.
     """
     saved = source if isinstance(source, Sequence) else Sequence.from_json(source)
     difference = _difference(saved, chain)

@@ -18,15 +18,7 @@ _MOST = 3
 
 
 def measured_alike(inspections: Mapping[Any, Inspection], measured: Any) -> Inspection | None:
-    """Return a measure whose input differs only in requiring gradients.
-
-    Parameters
-    ----------
-    inspections
-        Measures by `Key.measured`.
-    measured
-        Kind of step in question.
-    """
+    """Return a measure (by `Key.measured`) of an input that differs only in requiring gradients."""
 
     def without_flags(measured: Any) -> Any:
         return tuple([tensor[:-1] for tensor in measured[0]]), measured[1:]
@@ -45,21 +37,8 @@ def with_other_input(
 ) -> Inspection | None:
     """Measure only the first stages again, until an output requires gradients as before.
 
-    Parameters
-    ----------
-    old
-        Measures for an input with other flags.
-    stages
-        Stages from `find_stages`.
-    arg
-        Input of the model.
-    observed
-        As of `rotor.inspection.measure`.
-
-    Returns
-    -------
-    Inspection or None
-        ``None`` if more than a few stages are concerned.
+    `old` has the measures for an input with other flags, and `observed` is as of `measure`. Returns
+    ``None`` if more than a few stages are concerned.
     """
     for count in range(1, min(_MOST, len(old.stages) - 1) + 1):
         if any(grad_flags(arg)) and not any(old.flags[count]):

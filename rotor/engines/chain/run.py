@@ -122,29 +122,9 @@ _apply_boundary = core.bare_apply(_Boundary)
 class Run:
     """State of one training step: activations, recorded graphs, and the current gradient.
 
-    Parameters
-    ----------
-    stages
-        Stages of the chain.
-    schedule
-        Operations to execute.
-    arg
-        Input of the first stage after the schedule's head.
-    preserve_rng_state
-        True to recompute with the random numbers of the first forward.
-    flags
-        Flags of the tensors of activations that require gradients, [n + 1]; by default, all.
-    proof
-        Comparison of recomputed values with the first ones.
-    accumulate
-        True to let the nested backward add to ``.grad`` of the parameters, and return nothing.
-    device
-        Device of the stages; by default that of `arg`.
-
-    Attributes
-    ----------
-    is_passed
-        True in a backward that brings no gradient to the last activation.
+    `arg` is the input of the first stage after the schedule's head. `flags` tells which tensors of
+    each activation require gradients, [n + 1]; by default all could. With `accumulate`, the nested
+    backward adds to ``.grad`` of the parameters and returns nothing.
     """
 
     def __init__(
@@ -165,6 +145,7 @@ class Run:
         self.accumulate = accumulate
         self.proof = proof
         self.is_passed = False
+        """True in a backward that brings no gradient to the last activation."""
         self.device = device or tree_tensors(arg)[0].device
         self.token = token_of(self.device)
         self.source = source_of(self.device)
@@ -277,20 +258,10 @@ class Run:
         self.x[i + 1] = detached(y)
 
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-        """Run B of stage i: make the gradient of x_i the current one.
+        """Run B of stage i: replace the current gradient, of its output, by that of its input.
 
-        Parameters
-        ----------
-        i
-            Stage whose output the `gradient` belongs to.
-        need_x
-            True if the gradient of the stage's input is wanted.
-        needs
-            Flags of the parameters whose gradients are wanted.
-
-        Returns
-        -------
-        Gradients of the stage's parameters; ``None`` if not wanted, or accumulated.
+        Returns the gradients of the stage's parameters, ``None`` where `needs` does not ask for
+        one, or where the backward accumulates; `need_x` asks for the gradient of the input.
         """
         wanted, root, cell = self.tapes[i]
         self.tapes[i] = None
@@ -373,10 +344,7 @@ class Run:
     def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
         """Begin the backward with the gradients of the last activation.
 
-        Raises
-        ------
-        RuntimeError
-            The schedule cannot give such a backward, and cannot be run again.
+        Raises RuntimeError if the schedule cannot give such a backward, and cannot be run again.
         """
         self.is_passed = not _any_given(gradient)
         if self.is_passed:
@@ -456,30 +424,11 @@ def run_chain(
     proof: StageProof | None = None,
     around: Around | None = None,
 ) -> Any:
-    """Run the forward of a chain so that its backward follows the schedule.
+    """Return the output of the last stage, in the graph, so that its backward follows the schedule.
 
-    Parameters
-    ----------
-    stages, schedule
-        Chain, and the operations to execute.
-    arg
-        Input of the first stage: a tensor, or tensors in tuples, lists and dictionaries.
-    preserve_rng_state
-        True to recompute with the random numbers of the first forward.
-    flags
-        Flags of the tensors of each activation that require gradients; ``None``: all that could.
-    started
-        Function called with the run state, if one is made.
-    run_class
-        Class that runs the stages before the tail.
-    proof
-        Comparison of recomputed values with the first ones.
-    around
-        Ways for other backwards.
-
-    Returns
-    -------
-    The output of the last stage, in the graph.
+    `arg` is a tensor, or tensors in tuples, lists and dictionaries. `flags` tells which tensors of
+    each activation require gradients; ``None`` means all that could. `started` is called with the
+    state of the run, if one is made; `around` has the ways for other backwards.
     """
     y = arg
     for stage in stages[: schedule.head]:

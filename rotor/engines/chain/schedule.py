@@ -11,40 +11,12 @@ from rotor.algorithms.sequence import BACKWARD, CODES, FE, LOSS
 class Schedule:
     """Operations of a sequence, cut at the loss and at each backward.
 
-    Parameters
-    ----------
-    sequence
-        Operations with `.kind` and `.stage`.
-    n
-        Number of stages.
-    head
-        Number of first stages left to plain autograd: the sequence runs ``Fe_0 .. Fe_head-1`` first
-        and ``B_head-1 .. B_0`` last.
-    plain_tail
-        True to leave the last stages to plain autograd if the sequence runs
-        ``Fe_k .. Fe_n-1 L B_n-1 .. B_k`` around the loss.
+    The first `head` of `n` stages are left to plain autograd: the sequence runs ``Fe_0 ..
+    Fe_head-1`` first and ``B_head-1 .. B_0`` last. With `plain_tail`, the last stages are left to
+    it too, if the sequence runs ``Fe_k .. Fe_n-1 L B_n-1 .. B_k`` around the loss.
 
-    Attributes
-    ----------
-    head
-        First stage after the ones that plain autograd runs at the beginning.
-    tail
-        First stage that plain autograd runs at the end; n without one.
-    forward
-        (kind, stage) before the loss, except for head and tail.
-    segments
-        For each stage between head and tail, the operations of its backward, up to its own B.
-    runs
-        Number of forward runs of each stage.
-    recomputed
-        Stages that run more than once.
-
-    Raises
-    ------
-    ValueError
-        A Backward before the loss, a Loss after it, no loss, or a backward missing or out of order.
-    AttributeError
-        An unknown operation.
+    Raises ValueError for a Backward before the loss, a Loss after it, no loss, or a backward
+    missing or out of order, and AttributeError for an unknown operation.
     """
 
     def __init__(
@@ -65,7 +37,9 @@ class Schedule:
                 raise ValueError(f"the sequence names stage {stage}, the chain has {n} stages")
         self.n = n
         self.head = head
+        """First stage after those that plain autograd runs at the beginning."""
         self.tail = n
+        """First stage that plain autograd runs at the end; n without one."""
         if before[:head] != [(FE, i) for i in range(head)] or after[len(after) - head :] != [
             (BACKWARD, i) for i in reversed(range(head))
         ]:
@@ -84,8 +58,11 @@ class Schedule:
                 after.pop(0)
                 self.tail -= 1
         self.forward = before
+        """(kind, stage) before the loss, except for head and tail."""
         self.segments = _cut(after, head, self.tail)
+        """For each stage between head and tail, its backward's operations, up to its own B."""
         self.runs = [int(not head <= i < self.tail) for i in range(n)]
+        """Number of forward runs of each stage."""
         for kind, stage in before + after:
             self.runs[stage] += kind != BACKWARD
         self.recomputed = frozenset(i for i in range(n) if self.runs[i] > 1)

@@ -33,7 +33,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def bounds_of_segments(measures: Sequence[StageMeasure]) -> list[int]:
-    """Return where segments of stages begin, and the end of the last, for the least need in all."""
+    """Return the first stage of each segment, and the last one's end, for the least need in all."""
     handed = (0, *(m.output_bytes for m in measures[:-1]))
     return _bounds(tuple(m.xbar_bytes for m in measures), handed)
 
@@ -64,21 +64,11 @@ def run_in_segments(
     device: torch.device,
     note: Callable[[int], object],
 ) -> Any:
-    """Return the output of stages, in a graph whose nodes run segments of them again.
+    """Return the output of stages in a row, in a graph whose nodes run segments of them again.
 
-    Parameters
-    ----------
-    stages, measures
-        Stages in a row, and their costs.
-    bounds
-        Where segments begin, and the end of the last. A single one runs in plain autograd, as do
-        stages that vary from run to run.
-    value
-        Input of the first one.
-    device
-        Device of the stages.
-    note
-        Function called, where a segment needs most, with the bytes that its backward adds.
+    `bounds` has the first stage of each segment, and the end of the last. A single segment runs in
+    plain autograd, as do stages that vary from run to run. `value` is the input of the first stage.
+    `note` is called, where a segment needs most, with the bytes that its backward adds.
     """
     for begin, end in pairwise(bounds):
         own, costs = stages[begin:end], measures[begin:end]
@@ -95,23 +85,7 @@ def run_in_segments(
 
 
 class _Segment:
-    """Stages that run together, and the state in which each began.
-
-    Attributes
-    ----------
-    parameters
-        Parameters that require gradients.
-    flags
-        Tensors of the output that require gradients.
-    token
-        Scalar that stands for values without their memory.
-    count
-        Number of tensors in the input.
-    output
-        The output, with tokens in the place of its tensors.
-    waiting
-        By backward: gradients of the outputs, and those of the gradients that were made of them.
-    """
+    """Stages that run together, and the state in which each began."""
 
     def __init__(
         self,
@@ -125,7 +99,9 @@ class _Segment:
         self.parameters = list({id(p): p for s in stages for p in s.parameters()}.values())
         self.flags, self.token, self.count = flags, token_of(device), len(tree_tensors(value))
         self.output: Any = None
+        """The output, with tokens in the place of its tensors."""
         self.waiting: dict[int, list[list[Gradients]]] = {}
+        """By backward: gradients of the outputs, and those of the gradients made of them."""
         self._stages, self._note, self._more_bytes = stages, note, more_bytes
         self._input = with_tensors(value, repeat(self.token))
         self._states, self._modes = UncountedStates(device), Modes(devices.type_of(device))
@@ -173,19 +149,13 @@ class _Segment:
         *,
         is_first: bool = False,
     ) -> Gradients:
-        """Return the sums of some gradients of a run of the segment, each tensor's once.
+        """Return the sums of some gradients of a run of the segment on `tensors`, each tensor's
+        once.
 
-        Parameters
-        ----------
-        tensors
-            Inputs.
-        ways
-            For each term: gradients of the outputs; or these, gradients of the gradients that are
-            made of them, and so on.
-        wanted
-            Inputs, parameters, and gradients among `ways`.
-        is_first
-            True to compute as in a backward whose result is differentiated.
+        Each of the `ways` gives a term: gradients of the outputs; or these, gradients of the
+        gradients that are made of them, and so on. `wanted` has inputs, parameters, and gradients
+        among `ways`. With `is_first`, the sums are computed as in a backward whose result is
+        differentiated.
         """
         if not _present(wanted) or not any(_present(way[-1]) for way in ways):
             return [None] * len(wanted)

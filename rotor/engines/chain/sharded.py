@@ -29,20 +29,7 @@ __all__ = ["ShardedRun", "ShardedStage", "Sharding", "find_sharding"]
 
 
 class ShardedStage(Stage):
-    """Stage with parameters that FSDP2 gathers.
-
-    Parameters
-    ----------
-    names, functions
-        As of any stage.
-    sharding
-        Sharding of the model.
-
-    Attributes
-    ----------
-    units
-        Units that are gathered while the stage runs, and released after it.
-    """
+    """Stage with parameters that FSDP2 gathers."""
 
     __slots__ = ("_owners", "_sharding", "units")
 
@@ -51,6 +38,7 @@ class ShardedStage(Stage):
         self._sharding = sharding
         own = set(self.modules())
         self.units = [unit for unit in sharding.units if own.issuperset(unit.modules)]
+        """Units that are gathered while the stage runs, and released after it."""
         self._owners = [sharding.owner(slot) for slot in self._parameter_slots]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -113,28 +101,9 @@ class ShardedStage(Stage):
 class Sharding:
     """Sharding by FSDP2 of a model that is planned as a chain.
 
-    Parameters
-    ----------
-    model
-        The wrapped model.
-    roots
-        Modules whose call is a step of the model: the model, and its wrapper.
-    units
-        Units that gather parameters of the model.
-    around
-        Units of modules that contain the model.
-
-    Attributes
-    ----------
-    ranks
-        Processes that have to run the same plan.
-    root
-        Unit whose forward is that of the model, if any.
-
-    Raises
-    ------
-    RuntimeError
-        Some modules are sharded in a way that cannot be planned; the message has the remedy.
+    The `roots` are the modules whose call is a step of the model: the model, and its wrapper. The
+    `units` gather parameters of the model, and those in `around` contain it. Raises RuntimeError
+    with the remedy if some modules are sharded in a way that cannot be planned.
     """
 
     def __init__(
@@ -151,6 +120,7 @@ class Sharding:
         self.root = next(
             (u for u in units if any(m is root for m in u.modules for root in roots)), None
         )
+        """Unit whose forward is that of the model, if any."""
         self._owners = {
             (id(slots), name): parameter
             for unit in units
@@ -167,6 +137,7 @@ class Sharding:
         self._plain = list(plain.values())
         self._mine = [p for p in self._shards if any(id(slots) in held for slots, _ in p.slots)]
         self.ranks = Ranks(_group_of(units))
+        """Processes that have to run the same plan."""
 
     def owner(self, slot: core.Slot) -> fsdp.ShardedParameter | None:
         """Return FSDP2's record of the parameter in a slot; ``None`` if it has none."""
@@ -175,10 +146,7 @@ class Sharding:
     def stages(self, stages: Iterable[Stage]) -> list[Stage]:
         """Return the stages, as stages of a sharded model.
 
-        Raises
-        ------
-        RuntimeError
-            One unit has modules in several stages.
+        Raises RuntimeError if one unit has modules in several stages.
         """
         found = [ShardedStage(stage.names, stage.functions, self) for stage in stages]
         inside = {id(unit) for stage in found for unit in stage.units}
@@ -198,12 +166,9 @@ class Sharding:
         return [unit for unit in self.units if id(unit) not in inside]
 
     def prepare(self) -> None:
-        """Have FSDP2 decide which units are roots, as the first forward would.
+        """Let FSDP2 decide which units are roots, as the first forward would.
 
-        Raises
-        ------
-        RuntimeError
-            The model is a part of a sharded one that has not run yet.
+        Raises RuntimeError if the model is a part of a sharded one that has not run yet.
         """
         if self._is_prepared:
             return
@@ -252,14 +217,8 @@ class Sharding:
     ) -> list[int]:
         """Return the bytes of gradients that a stage leaves, one for each of its parameters.
 
-        Parameters
-        ----------
-        stage
-            Stage that leaves them.
-        measured
-            Bytes that its B left when it was measured, gradients reduced.
-        missing
-            Flags of the parameters that have no gradient yet, and get one from this stage.
+        `measured` are the bytes that its B left when it was measured, gradients reduced; `missing`
+        flags the parameters that have no gradient yet, and get one from this stage.
         """
         assert isinstance(stage, ShardedStage)
         own = {id(unit) for unit in stage.units}
@@ -352,17 +311,8 @@ def _group_of(units: Sequence[fsdp.Unit]) -> Any:
 def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Sharding | None:
     """Return the sharding of a model by FSDP2; ``None`` if nothing is sharded.
 
-    Parameters
-    ----------
-    model
-        The model.
-    wrapper
-        Module that represents the model, and may itself have been sharded.
-
-    Raises
-    ------
-    RuntimeError
-        The model is sharded by the first FSDP, or in a way that cannot be planned.
+    The `wrapper` represents the model, and may itself have been sharded. Raises RuntimeError if the
+    model is sharded by the first FSDP, or in a way that cannot be planned.
     """
     modules = list(model.modules())
     if not (any(fsdp.managed(modules)) or any(map(fsdp.is_unit, modules))):

@@ -25,12 +25,7 @@ __all__ = ["ShardedGradients", "ShardedProof", "found_together"]
 class ShardedGradients:
     """Gradients of a sharded model, stored outside of its device's memory.
 
-    Parameters
-    ----------
-    sharded
-        Parameters that FSDP2 gathers.
-    plain
-        Other parameters.
+    `sharded` are the parameters that FSDP2 gathers, `plain` the others.
     """
 
     def __init__(
@@ -62,16 +57,9 @@ def _write(gradients: Sequence[Any], copies: Sequence[torch.Tensor | None]) -> N
 
 
 def found_together(ranks: Ranks, own: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return the differences of any rank, and a sentence that names these ranks.
+    """Return the differences of all ranks, in their order, and a sentence that names these ranks.
 
-    A collective operation; differences are sent only if some exist.
-
-    Parameters
-    ----------
-    ranks
-        Processes that run the step.
-    own
-        Differences of this rank; they come after the ones of ranks before it.
+    This is a collective operation; differences are sent only if some exist.
     """
     counts = [count for (count,) in ranks.exchange_ints(len(own))]
     if not any(counts):
@@ -84,14 +72,7 @@ def found_together(ranks: Ranks, own: Sequence[Any]) -> tuple[list[Any], str]:
 class ShardedProof(StepProof):
     """Comparisons of one step of a sharded chain, the same on all ranks.
 
-    Parameters
-    ----------
-    stages, proved, failed
-        As of `StepProof`.
-    ranks
-        Processes that run the step.
-    keep
-        Function that copies the existing gradients.
+    `keep` copies the existing gradients; `stages`, `proved` and `failed` are as of `StepProof`.
     """
 
     def __init__(

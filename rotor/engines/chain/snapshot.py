@@ -28,12 +28,8 @@ __all__ = ["Snapshot"]
 class Snapshot:
     """State in which the first forward of a stage began, for its recomputations.
 
-    Parameters
-    ----------
-    stage
-        Stage that is about to run for the first time.
-    rng
-        Reader of random states, ``None`` if they are not to be preserved.
+    The stage is about to run for the first time; `rng` is ``None`` if random states are not
+    preserved.
     """
 
     __slots__ = (
@@ -79,10 +75,8 @@ class Snapshot:
     def finish(self) -> None:
         """End the first forward: keep only the state that it changed.
 
-        Raises
-        ------
-        RuntimeError
-            The stage changed a buffer or a parameter of which no copy was made.
+        Raises RecomputationError if the stage changed a buffer or a parameter of which no copy was
+        made.
         """
         states, rng = self._states, self._rng
         if states is not None and rng is not None and not rng.drawn_since(states):
@@ -112,12 +106,10 @@ class Snapshot:
         return [tensor for tensor in found if id(tensor) not in others]
 
     def check(self) -> None:
-        """Raise if what a recomputation depends on was written to since the first forward.
+        """Raise RecomputationError if what a recomputation depends on was written to since the
+        forward.
 
-        Raises
-        ------
-        RecomputationError
-            Names the tensor and the stage.
+        The message names the tensor and the stage.
         """
         found = self._foreign()
         written = zip(self._written, self._versions, strict=True)

@@ -18,30 +18,9 @@ from rotor.common.places import Place
 
 
 class Stage:
-    """Stage of a chain: functions applied in a row.
+    """Stage of a chain: functions applied in a row, with their dotted names in the model.
 
-    Parameters
-    ----------
-    names
-        Dotted names of the functions in the model.
-    functions
-        Modules, or callables without parameters.
-
-    Attributes
-    ----------
-    buffers
-        Slots of the stage's buffers: (the dictionary of their module, their name).
-    mutable_buffers
-        Buffers that a forward changes; a recomputation runs on copies of them. ``None`` if
-        unknown; every buffer is then treated as mutable.
-    state
-        Other state that a forward depends on and that the stages change.
-    written
-        Parameters that a forward writes to.
-    asks
-        True if a forward gives other bits where no graph is recorded.
-    all_slots, read
-        Parameters and buffers of the chain, and the ids of those that a forward reads.
+    The functions are modules, or callables without parameters.
     """
 
     __slots__ = (
@@ -64,11 +43,17 @@ class Stage:
         self._parameter_slots: list[core.Slot] = []
         self.buffers: list[core.Slot] = []
         self.mutable_buffers: list[core.Slot] | None = None
+        """Buffers that a forward changes, to be copied for reruns; every one if ``None``."""
         self.state: list[Place] = []
+        """Other state that a forward depends on and that the stages change."""
         self.written: list[core.Slot] = []
+        """Parameters that a forward writes to."""
         self.asks = False
+        """True if a forward gives other bits where no graph is recorded."""
         self.all_slots: Sequence[core.Slot] = ()
+        """Parameters and buffers of the whole chain."""
         self.read: set[int] = set()
+        """Ids of the parameters, and of other stages' buffers, that a forward reads."""
         self._dependencies: Dependencies | None = None
         for module in self.modules():
             self._parameter_slots += core.parameter_slots(module)
@@ -180,12 +165,8 @@ def is_plain_sequential(module: Any) -> bool:
 def find_stages(model: nn.Module) -> list[Stage]:
     """Return one stage for each leaf of a Sequential, nested Sequentials explored.
 
-    A nested Sequential that has hooks of its own stays one stage, so that they run.
-
-    Raises
-    ------
-    TypeError
-        `model` is no Sequential, or one with a forward of its own.
+    A nested Sequential that has hooks of its own stays one stage, so that they run. Raises
+    TypeError if `model` is no Sequential, or one with a forward of its own.
     """
     if not is_plain_sequential(model):
         raise TypeError(
@@ -228,20 +209,12 @@ def made_gradients(
     lacking: Iterable[int],
     shared: set[int],
 ) -> tuple[list[list[bool]], list[int]]:
-    """Return which stages make gradients that last, and the largest sum that each completes.
+    """Return flags of each stage's parameters whose lasting gradients it makes, and sums in bytes.
 
-    Parameters
-    ----------
-    stages, sizes
-        The stages, and the bytes of the gradients of their parameters.
-    lacking
-        Ids of the parameters whose gradients last: the last stage that has one makes it.
-    shared
-        Ids of the parameters of several stages: a stage's gradient is added to that of a later one.
-
-    Returns
-    -------
-    Flags of each stage's parameters, and bytes by stage.
+    `sizes` are the bytes of the gradients of the stages' parameters. `lacking` has the ids of the
+    parameters whose gradients last: the last stage that has one makes it. `shared` has those of
+    several stages: a stage's gradient is added to that of a later one. The sums are, by stage, the
+    largest that it completes.
     """
     left, waiting = set(lacking), set[int]()
     flags, sums = [], []
