@@ -28,14 +28,9 @@ class NoBlocks(RuntimeError):
 
 
 def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
-    """Return the modules that could be blocks, outermost first.
+    """Return the modules that could be blocks, outermost first; raise NoBlocks if there are none.
 
     A unit that holds several units of one type contains blocks, and is no block itself.
-
-    Raises
-    ------
-    NoBlocks
-        No module could be a block.
     """
     names = {module: name for name, module in model.named_modules()}
     found = [
@@ -58,9 +53,9 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
 
 @contextmanager
 def apart(model: nn.Module, sharding: Sharding, arguments: Any) -> Iterator[Any]:
-    """Keep a training step without a trace, in the model's forward or before the first.
+    """Run a training step without a trace, in the model's forward or before the first one.
 
-    Gives copies of the arguments for it.
+    The context gives copies of the arguments for the step.
     """
     device = tree_tensors(arguments)[0].device
     own = copied_arguments(arguments, copies_tensors=True)
@@ -89,22 +84,7 @@ def apart(model: nn.Module, sharding: Sharding, arguments: Any) -> Iterator[Any]
 
 
 class Calls:
-    """Forward that observes the calls of possible blocks, and keeps nothing.
-
-    Parameters
-    ----------
-    model, stages
-        Model, and its possible blocks.
-    arguments
-        Arguments of the model.
-
-    Attributes
-    ----------
-    found
-        Called blocks, in order, and flags of the tensors of their outputs that require gradients.
-    reasons
-        Reasons for which modules cannot be blocks.
-    """
+    """Forward that observes the calls of possible blocks, and keeps nothing."""
 
     def __init__(self, model: nn.Module, stages: Sequence[BlockStage], arguments: Any) -> None:
         self._stages = {stage.module: stage for stage in stages}
@@ -112,7 +92,9 @@ class Calls:
         resident = [*model.parameters(), *model.buffers(), *tree_tensors(arguments)]
         self._saves = Saves(resident, lambda *_: None)
         self.found: dict[nn.Module, Flags] = {}
+        """Called blocks, in order: flags of the tensors of their outputs that require gradients."""
         self.reasons: dict[nn.Module, str] = {}
+        """Reasons for which modules cannot be blocks."""
 
     def run(self, call: Callable[[], Any]) -> None:
         """Run the forward."""

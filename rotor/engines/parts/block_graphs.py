@@ -37,24 +37,18 @@ logger = logging.getLogger("rotor")
 
 @dataclass(eq=False)
 class BlockGraph:
-    """Captured block.
-
-    Attributes
-    ----------
-    kind
-        Graph, and its programs; blocks that are alike share it.
-    signature
-        Signature of the block's arguments.
-    is_held
-        True if another block, called later, holds its outputs.
-    """
+    """Captured block."""
 
     kind: Kind
+    """Graph, and its programs; blocks that are alike share it."""
     signature: Any
+    """Signature of the block's arguments."""
     is_held: bool = False
+    """True if another block, called later, holds its outputs."""
 
     def options(self) -> list[Option]:
-        """Return the needs of the programs: bytes above the start of the forward, of the backward.
+        """Return the needs of the programs, in bytes above the starts of the forward and the
+        backward.
 
         The gradients of the outputs exist when the backward begins, and are not counted.
         """
@@ -76,20 +70,11 @@ class BlockGraph:
         proof: BlocksProof | None,
         placed: Placed | None,
     ) -> tuple[Any, bool]:
-        """Run the block under a program; return its output, and whether it could run.
+        """Run a call of the block under program `number`; return its output, and whether it could
+        run.
 
-        Parameters
-        ----------
-        number
-            Number of the program.
-        module, args, kwargs
-            The call; the module's original forward must be installed.
-        on_phase, k
-            Function called with "backward k" and "before k" when the backward begins and ends.
-        proof
-            Proof that compares recomputed values of the program.
-        placed
-            Places of its offloaded values; ``None`` without any.
+        The module's original forward must be installed. `on_phase` is called with "backward k" and
+        "before k" when the backward begins and ends; `placed` has the places of offloaded values.
         """
         if call_signature(args, kwargs) != self.signature:
             return None, False
@@ -106,21 +91,7 @@ class BlockGraph:
 class GraphCalls:
     """Forward in which blocks are captured when they are called, without a trace.
 
-    Parameters
-    ----------
-    model, stages
-        Model, and its blocks.
-    arguments
-        Arguments of the model.
-    captures
-        Store of graphs; stored ones are not captured again.
-
-    Attributes
-    ----------
-    found
-        Graphs by module.
-    reasons
-        Reasons for which blocks could not be captured.
+    Graphs that `captures` has already are not captured again.
     """
 
     def __init__(
@@ -138,17 +109,10 @@ class GraphCalls:
         self._watched: list[tuple[torch.Tensor, int, nn.Module]] = []
         self.found: dict[nn.Module, BlockGraph] = {}
         self.reasons: dict[nn.Module, str] = {}
+        """Reasons for which blocks could not be captured."""
 
     def run(self, call: Callable[[], Any], update: Callable[[int, int], object]) -> None:
-        """Run the forward.
-
-        Parameters
-        ----------
-        call
-            Function that runs the model.
-        update
-            Function called with (number of called blocks, number of blocks).
-        """
+        """Run the forward; call `update(called, all)` with numbers of blocks."""
         self._update = update
         obstacles = {module: _obstacle(stage) for module, stage in self._stages.items()}
         self.reasons = {module: reason for module, reason in obstacles.items() if reason}
@@ -218,21 +182,10 @@ def _obstacle(stage: BlockStage) -> str | None:
 def share_graphs(
     ranks: Ranks, graphs: Sequence[BlockGraph | None]
 ) -> list[tuple[BlockGraph | None, str]]:
-    """Return the graphs that agree on all ranks, with the programs of the first rank.
+    """Return for each block its graph, or the reason for which it is given up.
 
-    A collective operation.
-
-    Parameters
-    ----------
-    ranks
-        Processes that run the blocks.
-    graphs
-        Graph of each block, on this rank; ``None`` without one.
-
-    Returns
-    -------
-    list of (BlockGraph or None, str)
-        For each block: the graph, and the reason for which it is given up.
+    The graphs agree on all ranks, and have the programs of the first rank. This is a collective
+    operation; ``None`` stands for a block without a graph.
     """
     order, first = _first_programs(ranks, graphs)
     mine = [None if g is None else (order.index(g.kind), _digest(g.kind)) for g in graphs]
@@ -253,16 +206,9 @@ def share_graphs(
 
 
 def share_programs(ranks: Ranks, graphs: Sequence[BlockGraph | None]) -> None:
-    """Give all ranks the programs of the first one, after another search.
+    """Set the programs of all ranks to those of the first, after another search for them.
 
-    A collective operation.
-
-    Parameters
-    ----------
-    ranks
-        Processes that run the blocks.
-    graphs
-        Graph of each block, the same on all ranks; ``None`` without one.
+    This is a collective operation; ``None`` stands for a block without a graph.
     """
     for kind, rows in zip(*_first_programs(ranks, graphs), strict=True):
         kind.take_programs(rows)
@@ -271,7 +217,10 @@ def share_programs(ranks: Ranks, graphs: Sequence[BlockGraph | None]) -> None:
 def _first_programs(
     ranks: Ranks, graphs: Sequence[BlockGraph | None]
 ) -> tuple[list[Kind], list[list[list[int]]]]:
-    """Return the kinds of graphs, and the actions of the first rank's programs; a collective."""
+    """Return the kinds of graphs, and the actions of the first rank's programs.
+
+    This is a collective operation.
+    """
     kinds = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
     mine = [[program.actions.tolist() for program in kind.programs] for kind in kinds]
     return kinds, ranks.broadcast(mine)

@@ -59,37 +59,24 @@ _ROUNDS = 3
 
 @dataclass(eq=False)
 class Block:
-    """Block of a model.
-
-    Attributes
-    ----------
-    stage, name
-        Stage of the block, and its path.
-    flags
-        Flags of the tensors of its output that require gradients.
-    options
-        Options: to compute it again, to keep what autograd saves, and the programs of its graph.
-    graph
-        Captured graph.
-    whole
-        Reason for which it was not captured.
-    is_lost
-        True if a step could not run its graph, which is not used any more.
-    kept
-        Reason for which it is never computed again.
-    levels
-        Bytes that the forwards and the backwards of its programs begin above the bases, and their
-        time beside the operations of the graph.
-    """
+    """Block of a model."""
 
     stage: BlockStage
     flags: Flags
+    """Flags of the tensors of its output that require gradients."""
     options: list[Option] = field(default_factory=list)
+    """Options: to compute it again, to keep what autograd saves, and its graph's programs."""
     graph: BlockGraph | None = field(default=None, repr=False)
     whole: str = ""
+    """Reason for which it was not captured."""
     is_lost: bool = False
+    """True if a step could not run its graph, which is not used any more."""
     kept: Kept = field(default_factory=Kept)
+    """Reason for which it is never computed again."""
     levels: tuple[int, int, int] = (0, 0, 0)
+    """Bytes above the bases at which the forwards and the backwards of its programs begin, and
+    their time in ns beside the operations of the graph.
+    """
 
     @property
     def name(self) -> str:
@@ -97,7 +84,7 @@ class Block:
         return self.stage.name
 
     def open_options(self) -> list[Option]:
-        """Return the options; the ones of a lost graph are to compute the block again.
+        """Return the options; those of a lost graph are replaced by computing the block again.
 
         All options of a block that does not repeat are to keep it.
         """
@@ -128,34 +115,24 @@ class Block:
 
 @dataclass
 class Blocks(Parts):
-    """Blocks of a model in the order of their calls.
-
-    Attributes
-    ----------
-    loss_start_bytes, output_bytes
-        Bytes at the end of the forward, with all blocks to be computed again; bytes of the outputs.
-    device
-        Device of the model.
-    has_loss
-        True if the loss was a part of the measured step.
-    outside
-        Sharded modules that are not planned, with the reasons.
-    link
-        Link to the second tier for which programs were searched.
-    """
+    """Blocks of a model in the order of their calls."""
 
     label: ClassVar[str] = "blocks"
 
     sites: list[Block]
     bases: Bases
     loss_start_bytes: int
+    """Bytes at the end of the forward, with all blocks to be computed again."""
     output_bytes: int
     device: torch.device
     has_loss: bool
+    """True if the loss was a part of the measured step."""
     outside: dict[str, str]
+    """Sharded modules that are not planned, with the reasons."""
     is_measured: bool = False
     offload: Offload | None = None
     link: Link | None = None
+    """Link to the second tier for which programs were searched."""
 
     def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
         """Return the programs of a choice, with the places of their values in the tier."""
@@ -306,27 +283,9 @@ def measure_blocks(
 ) -> Blocks:
     """Run training steps without a trace, and measure the blocks in them.
 
-    A collective operation: every rank runs the same number of steps.
-
-    Parameters
-    ----------
-    model, sharding, stages
-        Model, its sharding, and its possible blocks.
-    call
-        Function that runs the model on arguments, with the loss if `has_loss`.
-    arguments
-        Arguments of the model.
-    preserve_rng_state
-        True to recompute with the random numbers of the first forward.
-    captures
-        Store of captured graphs.
-
-    Raises
-    ------
-    NoBlocks
-        No module could be a block; the message says why.
-    RankError
-        The ranks have different blocks.
+    This is a collective operation: every rank runs the same number of steps. `call` runs the model
+    on arguments, with the loss if `has_loss`. Raises NoBlocks with the reason if no module could be
+    a block, and RankError if the ranks have different blocks.
     """
     device = tree_tensors(arguments)[0].device
     with apart(model, sharding, arguments) as own:
@@ -543,24 +502,10 @@ def make_blocks_plan(
 ) -> PartsPlan[Blocks]:
     """Return the fastest choice under the least limit of all ranks, made by the first of them.
 
-    Parameters
-    ----------
-    ranks
-        Processes that run the plan.
-    blocks
-        Measured blocks, the same on all ranks.
-    limit_bytes, reserve_bytes
-        Values of this rank: the least limit of all holds, and the largest reserve.
-    loss_tmp_bytes
-        Need of an unknown loss beside the gradient of the output; 0: it is
-        assumed to need 4 times the output, its gradient included.
-    verify
-        Steps in which recomputed values are compared; the first rank's value holds.
-
-    Raises
-    ------
-    InfeasibleError
-        No choice fits; on every rank.
+    The blocks are the same on all ranks; the largest reserve and the first rank's `verify` hold.
+    `loss_tmp_bytes` is the need of an unknown loss beside the gradient of the output; if it is 0, 4
+    times the output is assumed, its gradient included. Raises InfeasibleError on every rank if no
+    choice fits.
     """
     limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
     options, most = blocks.options(), blocks.tier_limit_bytes

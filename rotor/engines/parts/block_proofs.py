@@ -30,21 +30,14 @@ __all__ = ["BlocksProof", "Kept", "observe_blocks"]
 
 @dataclass(frozen=True)
 class Kept:
-    """Reason for which a block may run forward only once, and none of its graphs may be used.
-
-    Attributes
-    ----------
-    reason
-        Part of a sentence; empty if the block may run again.
-    varies
-        True if two runs of it gave different bits.
-    has_state
-        True if it changes state in Python, which a graph would not.
-    """
+    """Reason for which a block may run forward only once, and none of its graphs may be used."""
 
     reason: str = ""
+    """Part of a sentence; empty if the block may run again."""
     varies: bool = False
+    """True if two runs of it gave different bits."""
     has_state: bool = False
+    """True if it changes state in Python, which a graph would not."""
 
 
 @contextmanager
@@ -67,18 +60,8 @@ def observe_blocks(
 ) -> list[Kept]:
     """Run the model without a trace, and each block twice more from the same state.
 
-    A collective operation. Blocks get the list of state that their recomputation has to restore.
-
-    Parameters
-    ----------
-    model, stages
-        Model, and its blocks.
-    call
-        Function that runs the model.
-    arguments
-        Arguments of the model.
-    ranks
-        Processes that run it: an observation of one holds for all.
+    This is a collective operation: an observation of one rank holds for all. The blocks get the
+    list of state that their recomputation has to restore.
     """
     device = tree_tensors(arguments)[0].device
     observer = Observer(device, _around)
@@ -136,28 +119,10 @@ class _Difference:
 class BlocksProof(PartsTally):
     """Comparisons of one step of sharded blocks, the same on all ranks.
 
-    Made before the forward; `begin_with` takes its output. At the end of the backward, FSDP2's
-    last part included, ranks exchange the differences.
-
-    Parameters
-    ----------
-    model
-        Model whose buffers are restored.
-    stages
-        The blocks.
-    proved
-        Results, in which the step is noted.
-    ranks
-        Processes that run the step.
-    keep
-        Function that copies the existing gradients.
-    failed
-        Function called with the numbers of blocks that gave other bits.
-
-    Attributes
-    ----------
-    names
-        Paths of the blocks.
+    Made before the forward; `begin_with` takes its output. At the end of the backward, FSDP2's last
+    part included, ranks exchange the differences. After one, the buffers of the model are restored,
+    and `failed` is called with the numbers of blocks that gave other bits. `keep` copies the
+    existing gradients.
     """
 
     def __init__(
@@ -171,6 +136,7 @@ class BlocksProof(PartsTally):
     ) -> None:
         Tally.__init__(self, proved)
         self.names = [stage.name for stage in stages]
+        """Paths of the blocks."""
         self._stages = stages
         self._ranks = ranks
         self._keep = keep
@@ -185,7 +151,7 @@ class BlocksProof(PartsTally):
         self._saved = Saved(places.values())
 
     def begin_with(self, output: Any) -> None:
-        """Have the backward of an output end with a check for differences."""
+        """Check for differences at the end of the backward of an output."""
         for tensor in output_tensors(output):
             node: Any = tensor.grad_fn
             if node is not None:
@@ -215,7 +181,7 @@ class BlocksProof(PartsTally):
         """Note the start of a program; its end calls `defer`."""
 
     def defer(self, prover: Prover, running: Running) -> None:
-        """Have a program's values read at the end."""
+        """Leave a program's values to be read at the end."""
         self._programs.append((prover, running))
 
     def _own(self) -> list[_Difference]:

@@ -75,26 +75,14 @@ class Programs(Protocol):
 
 
 class BlockStage(ShardedStage):
-    """Block in the form of a stage; its input is the arguments of its module's forward.
-
-    Parameters
-    ----------
-    name, module
-        Block.
-    sharding
-        Sharding of the model.
-
-    Attributes
-    ----------
-    forward
-        Forward of the module that runs, which a step replaces by another one.
-    """
+    """Block in the form of a stage; its input is the arguments of its module's forward."""
 
     __slots__ = ("forward",)
 
     def __init__(self, name: str, module: nn.Module, sharding: Sharding) -> None:
         super().__init__([name], [module], sharding)
         self.forward: Callable[..., Any] = module.forward
+        """Forward of the module that runs, which a step replaces by another one."""
 
     @property
     def module(self) -> nn.Module:
@@ -112,21 +100,9 @@ class BlockStage(ShardedStage):
 class BlockRun(ShardedRun):
     """Call of a block that its backward computes again: the run of a chain of one stage.
 
-    The parameters are gathered and reduced by FSDP2's hooks around the block.
-
-    Parameters
-    ----------
-    stage, flags, value
-        Block, flags of the tensors of its output that require gradients, and its arguments.
-    device
-        Device of the block.
-    preserve_rng_state
-        True to recompute with the random numbers of the first forward.
-    proof
-        Comparison of its output; ``None`` in unverified steps.
-    tell
-        Function called at the start of the backward, between recomputation and gradients, and at
-        the end: with "backward", "recorded" and "before".
+    The parameters are gathered and reduced by FSDP2's hooks around the block. `value` has the
+    arguments of the block. `tell` is called at the start of the backward, between recomputation and
+    gradients, and at the end: with "backward", "recorded" and "before".
     """
 
     def __init__(
@@ -163,7 +139,9 @@ class BlockRun(ShardedRun):
         return self.attach(value)
 
     def _note(self, i: int, y: Any) -> Flags:
-        """Return the flags of the output; raise RuntimeError if that is another one."""
+        """Return the flags of the output; raise RuntimeError if it has not as many tensors as
+        measured.
+        """
         flags, count = super()._note(i, y), len(tree_tensors(y))
         if count != len(flags):
             raise RuntimeError(
@@ -191,35 +169,11 @@ class BlockRun(ShardedRun):
 class BlockStep:
     """Context in which the blocks of a model run as planned.
 
-    Parameters
-    ----------
-    stages
-        The blocks.
-    flags
-        For each block, flags of the tensors of its output that require gradients.
-    choice
-        Option of each block: `AGAIN`, `KEPT`, or a program, counted from `FIRST_PROGRAM`.
-    device
-        Device of the model.
-    graphs
-        Captured blocks, if they have programs.
-    preserve_rng_state
-        True to recompute with the random numbers of the first forward.
-    marks
-        Receiver of "forward k", "after k", "backward k" and "before k", for block k.
-    details
-        True to send "recorded k" too, between recomputation and backward.
-    proof
-        Comparison of recomputed values; ``None`` in unverified steps.
-    placed
-        Places of offloaded values; ``None``: no block offloads any.
-
-    Attributes
-    ----------
-    latest
-        Last call that the backward computes again.
-    failed
-        Blocks whose program could not run, and that are computed again instead.
+    The choice has an option for each block: `AGAIN`, `KEPT`, or a program, counted from
+    `FIRST_PROGRAM`. `marks` receives "forward k", "after k", "backward k" and "before k" for block
+    k; with `details` also "recorded k", between recomputation and backward. `proof` compares
+    recomputed values in verified steps, and `placed` has the places of offloaded values, if there
+    are any.
     """
 
     def __init__(
@@ -249,7 +203,9 @@ class BlockStep:
         self._places = {stage.module: k for k, stage in enumerate(stages)}
         self._called: set[int] = set()
         self.latest: BlockRun | None = None
+        """Last call that the backward computes again."""
         self.failed: list[int] = []
+        """Blocks whose program could not run, and that are computed again instead."""
 
     def __enter__(self) -> Self:
         self._replaced = PatchedForwards(self._places, self._runner)

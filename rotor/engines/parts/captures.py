@@ -26,25 +26,8 @@ logger = logging.getLogger("rotor")
 class Captures:
     """Captured graphs of a model's parts, by their common properties.
 
-    Parameters
-    ----------
-    device
-        Device of the model.
-    price
-        Function that returns the costs of captured operations.
-    options
-        Options of `rotor.graph.plan`.
-    shares_shapes
-        True to have calls that differ in sizes share a capture.
-    offload
-        Second tier of the model; ``None`` without one.
-
-    Attributes
-    ----------
-    kinds
-        Captured graphs, by their id and the sizes of the call, if others share them.
-    offload
-        As given.
+    `price` returns the costs of captured operations, and the options are those of
+    `rotor.graph.plan`. With `shares_shapes`, calls that differ in sizes share a capture.
     """
 
     def __init__(
@@ -63,6 +46,7 @@ class Captures:
         self._captures: dict[Any, Capture] = {}
         self._failures: dict[Any, str] = {}
         self.kinds: dict[Any, Kind] = {}
+        """Captured graphs, by their id and, if others share them, the sizes of the call."""
         self._shapes = SharedShapes(device, price) if shares_shapes else None
 
     def kind_of(

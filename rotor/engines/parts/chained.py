@@ -58,59 +58,37 @@ Called = tuple[nn.Module, int]
 
 
 class CalledStages(NamedTuple):
-    """Stages in a row, and the calls of their functions in a forward.
-
-    Attributes
-    ----------
-    begin, end
-        First stage, and the stage after the last one.
-    place
-        Place of the first function among the functions of all stages.
-    calls
-        Calls of all functions, in order.
-    """
+    """Stages in a row, and the calls of their functions in a forward."""
 
     begin: int
     end: int
     place: int
+    """Place of the first function among the functions of all stages."""
     calls: list[Called]
+    """Calls of all functions, in order."""
 
 
 class StageCalls:
     """Calls of the functions of a model's stages in one forward.
 
-    Parameters
-    ----------
-    functions
-        Stage and module of each function, in order.
-
-    Attributes
-    ----------
-    calls
-        Calls so far, in that order.
-    current
-        Stage of the running call; ``None`` outside of stages.
-    captured
-        Captured calls within each stage; ``None`` stands for a capture of the whole stage.
-    around
-        Captured modules around several functions, with the place after their last function, by the
-        place of their first one.
+    The functions are in order, each with the number of its stage.
     """
 
     def __init__(self, functions: Sequence[tuple[int, Any]]) -> None:
         self._functions = functions
         self.calls: list[Called] = []
         self.current: int | None = None
+        """Stage of the running call; ``None`` outside of stages."""
         self.captured: dict[int, list[Called | None]] = {}
+        """Captured calls within each stage; ``None`` stands for a capture of the whole stage."""
         self.around: dict[int, tuple[nn.Module, int]] = {}
+        """Captured modules around several functions, each with the place after its last function,
+        by the place of its first one.
+        """
 
     def units(self, chains: Sequence[CalledStages]) -> list[Any]:
-        """Return the modules to call in a row; chains, and what is captured around several, as one.
-
-        Parameters
-        ----------
-        chains
-            Chains of stages, in order.
+        """Return the modules to call in a row; chains, and modules captured around several, count
+        as one.
         """
         found: list[Any] = []
         starts = {chain.place: chain for chain in chains}
@@ -143,14 +121,9 @@ class StageCalls:
             self.current = None
 
     def note_captured(self, module: nn.Module, number: int, begin: int) -> None:
-        """Note a captured call, of a stage or within one, or around several.
+        """Note a captured call of a stage, within one, or around several.
 
-        Parameters
-        ----------
-        module, number
-            The call.
-        begin
-            Length of `calls` when it began.
+        `begin` is the length of `calls` when the call began.
         """
         for stage, _ in self._functions[begin : len(self.calls)]:
             self.captured.setdefault(stage, []).append(None)
@@ -164,29 +137,17 @@ class StageCalls:
 
 @dataclass(frozen=True)
 class Unsaved:
-    """Bytes of the values between the stages of a chain that autograd does not keep, [n + 1].
-
-    Attributes
-    ----------
-    by_any
-        Of each value, those that no stage saves.
-    by_later
-        Those that no stage after it saves: the graph of the ones before it may be gone.
-    """
+    """Bytes of the values between the stages of a chain that autograd does not keep, [n + 1]."""
 
     by_any: list[int]
+    """Of each value, the bytes that no stage saves."""
     by_later: list[int]
+    """Bytes that no stage after it saves: the graph of the ones before it may be gone."""
 
     @classmethod
     def of(cls, values: Sequence[Mapping[int, int]], saved: Sequence[set[int]]) -> Unsaved:
-        """Return the sums.
-
-        Parameters
-        ----------
-        values
-            Bytes by storage of each value.
-        saved
-            Storages that autograd saves in each stage.
+        """Return the sums, from bytes by storage of each value, and the storages saved in each
+        stage.
         """
 
         def bytes_beside(value: Mapping[int, int], stages: Sequence[set[int]]) -> int:
@@ -205,21 +166,13 @@ class Unsaved:
 
 @dataclass(frozen=True)
 class MeasuredStages:
-    """Measured stages of a model, any of which may run in a chain if it is not captured.
-
-    Attributes
-    ----------
-    inspection
-        Measures of all stages.
-    missing
-        For each stage, flags of the parameters whose gradients it makes and leaves.
-    sums
-        Bytes of the largest gradient that autograd adds to one of a later stage, by stage.
-    """
+    """Measured stages of a model, any of which may run in a chain if it is not captured."""
 
     inspection: Inspection
     missing: list[list[bool]]
+    """For each stage, flags of the parameters whose gradients it makes and leaves."""
     sums: list[int]
+    """Bytes of the largest gradient that autograd adds to one of a later stage, by stage."""
 
     def in_forward(self) -> StageCalls:
         """Return an observer of a forward."""
@@ -229,16 +182,11 @@ class MeasuredStages:
     def uncaptured(
         self, seen: StageCalls, inside: Mapping[Called, int], smallest: int
     ) -> list[CalledStages]:
-        """Return the chains of stages in a row that were not captured, or hardly.
+        """Return the chains of stages in a row of which nothing, or little, was captured in a
+        forward.
 
-        Parameters
-        ----------
-        seen
-            Calls of a forward, and what was captured in it.
-        inside
-            Bytes that autograd keeps from inside of each call.
-        smallest
-            Bytes that a chain has to keep beside its outputs, to be worth a choice.
+        `inside` has the bytes that autograd keeps from inside of each call. A chain is worth a
+        choice if it keeps more than `smallest` bytes beside its outputs.
         """
         stages = self.inspection.stages
         if len(seen.calls) < sum(len(stage.functions) for stage in stages):
@@ -307,26 +255,17 @@ class MeasuredStages:
 
 @dataclass(eq=False)
 class ChainKind:
-    """Stages in a row, and the schedules by which they may run.
-
-    Attributes
-    ----------
-    measured, begin, end
-        Stages of the model, the first one of the chain, and the one after its last.
-    unsaved
-        Values that nothing keeps where the stages run as they are.
-    holds_output
-        True if the measured memory of the last stage includes its output.
-    schedules
-        Ways to run it; `options` has their needs.
-    """
+    """Stages in a row, and the schedules by which they may run."""
 
     measured: MeasuredStages
     begin: int
     end: int
     unsaved: Unsaved
+    """Values that nothing keeps where the stages run as they are."""
     holds_output: bool
+    """True if the measured memory of the last stage includes its output."""
     schedules: list[Schedule] = field(init=False, repr=False)
+    """Ways to run it; `options` has their needs."""
     inspection: Inspection = field(init=False, repr=False)
     _options: dict[bool, list[Option]] = field(init=False, repr=False)
 
@@ -351,7 +290,7 @@ class ChainKind:
         }
 
     def _chain(self, loss_bytes: int) -> Chain:
-        """Return the cost model, with a loss that needs so much beside its gradient."""
+        """Return the cost model, with a loss that needs `loss_bytes` beside its gradient."""
         places = slice(self.begin, self.end)
         return self.inspection.chain(
             loss_tmp_bytes=loss_bytes,
@@ -391,16 +330,8 @@ class ChainKind:
     def _freed(self, codes: IntArray, loss: int, tail: int) -> IntArray:
         """Return the bytes that the simulator counts in each operation, and plain autograd frees.
 
-        Inputs of the last stages, which plain autograd runs, stay only if they are saved.
-
-        Parameters
-        ----------
-        codes
-            Operations of a schedule.
-        loss
-            Number of the loss.
-        tail
-            First stage that plain autograd runs.
+        Inputs of the last stages, which plain autograd runs from stage `tail` on, stay only if they
+        are saved. `loss` is the number of the loss among the operations.
         """
         n = self.end - self.begin
         sizes = np.zeros(n + 1, dtype=np.int64)
@@ -415,13 +346,7 @@ class ChainKind:
         return np.where((stages >= tail) & (is_first | (codes[:, 0] == BACKWARD)), plain, 0)
 
     def options(self, is_held: bool) -> list[Option]:
-        """Return the needs of each schedule.
-
-        Parameters
-        ----------
-        is_held
-            True if others hold the outputs from the forward to the backward.
-        """
+        """Return the needs of each schedule; others may hold the outputs until the backward."""
         return self._options[is_held]
 
     @property
@@ -461,17 +386,7 @@ class ChainKind:
         return first.name if first is last else f"{first.name} to {last.name}"
 
     def run(self, number: int, x: Any, proof: ChainProof | None) -> Any:
-        """Return the output of the stages, run by a schedule.
-
-        Parameters
-        ----------
-        number
-            Number of the schedule.
-        x
-            Input of the first stage.
-        proof
-            Comparison of recomputed values; ``None`` without one.
-        """
+        """Return the output of the stages, run by a schedule."""
         schedule, inspection = self.schedules[number], self.inspection
 
         around = Around(self._unit, inspection, schedule, x, is_whole=False)
@@ -495,11 +410,8 @@ def _is_recorded(codes: IntArray, loss: int, stage: int) -> bool:
 def _schedules(priced: Callable[[int], Chain]) -> list[Operations]:
     """Return the schedules of a chain for several peaks and several amounts of kept memory.
 
-    Parameters
-    ----------
-    priced
-        Function that returns the chain with a loss of some size. Only small steps fit beside a
-        large one: then the best schedules are those that keep little.
+    `priced` returns the chain with a loss of some size. Only small steps fit beside a large loss:
+    then the best schedules are those that keep little.
     """
     chain, algorithm = priced(0), Persistent()
     unplanned = next(NoCheckpoint().candidates(chain))
@@ -517,12 +429,7 @@ def _schedules(priced: Callable[[int], Chain]) -> list[Operations]:
 class ChainProof(StageProof):
     """Comparisons of one run of a chain between captured parts, in a verified step.
 
-    Parameters
-    ----------
-    kind
-        The chain.
-    tally
-        Tally of the step, which reads the comparisons at the end of its backward.
+    The tally of the step reads them at the end of its backward.
     """
 
     def __init__(self, kind: ChainKind, tally: PartsTally) -> None:
@@ -532,7 +439,7 @@ class ChainProof(StageProof):
         tally.begin()
 
     def settle(self) -> None:
-        """Have all comparisons read at the end of the backward."""
+        """Leave all comparisons to be read at the end of the backward."""
         self._tally.defer_proof(self.proof, self._error)
 
     def _error(self, found: list[Mismatch]) -> Exception:
@@ -544,15 +451,7 @@ class ChainProof(StageProof):
 
 
 def mark_backward(x: Any, y: Any, begins: Callable[[], object], ends: Callable[[], object]) -> None:
-    """Have functions called at the start and the end of the backward from an output to an input.
-
-    Parameters
-    ----------
-    x, y
-        Input and output of stages that have run.
-    begins, ends
-        Functions, each called once.
-    """
+    """Call each function once, when the backward from output `y` to input `x` begins, and ends."""
     begin, end = _once(begins), _once(ends)
     for tensor in tree_tensors(y):
         if tensor.grad_fn is not None:

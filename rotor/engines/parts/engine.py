@@ -143,7 +143,7 @@ class PartsEngine(MeteredEngine):
         device, reason = self.device_of(key), self.reason_of(key)
         pieces, verify = self.pieces[key], self.settings.verify
         plan = make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
-        # Another engine may keep the limit: it is asked before a step is over.
+        # Another engine may keep the limit, and is asked before any step goes over it.
         is_renewed = pieces.is_measured and key in self.context.plans
         plan.is_over = plan.predicted_bytes > limit_bytes and not is_renewed
         return plan
@@ -192,7 +192,7 @@ class PartsEngine(MeteredEngine):
     # -- learning
 
     def learn_levels(self, plan: PartsPlan[Pieces], more: dict[str, int]) -> None:
-        """Have the next steps planned for the observed memory of the code between the parts."""
+        """Plan the next steps for the observed memory of the code between the parts."""
         peak, expected = learn_levels(plan, more)
         note_peak(plan, peak)
         plan.differs = True
@@ -212,7 +212,7 @@ class PartsEngine(MeteredEngine):
         pieces = plan.parts
         varies = pieces.is_stale or pieces.searches > 1
         if varies and plan.key.measured in self._metered:
-            # Replanning happens until the search settles: carry the last warned peak over.
+            # Plans are renewed until the search settles: each takes over the last warned peak.
             told = self._warned_bytes.get(plan.limit_bytes, 0)
             plan.warned_bytes = max(plan.warned_bytes, told)
             warn_excess(plan, step.peak_bytes)

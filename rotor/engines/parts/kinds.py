@@ -52,59 +52,37 @@ logger = logging.getLogger("rotor")
 
 @dataclass
 class Shared:
-    """Programs of one graph at any shape.
-
-    Attributes
-    ----------
-    orders
-        Actions of programs, by existing gradients and unrepeatable operations.
-    emitted, verified
-        Functions, without and with comparisons, by these and by the actions.
-    """
+    """Programs of one graph at any shape."""
 
     orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
+    """Actions of programs, by existing gradients and unrepeatable operations."""
     emitted: dict[Any, StepCode] = field(default_factory=dict)
+    """Functions, by these and by the actions; in `verified` those with comparisons."""
     verified: dict[Any, tuple[StepCode, Prover]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Kind:
-    """Captured graph, and the ways to run it.
-
-    Attributes
-    ----------
-    capture, captured, costs
-        Capture, graph, and costs of its operations.
-    owners
-        Origins of its primals that get gradients; ``None`` if unknown for one of them.
-    existing
-        Gradients that exist when a step begins: new ones are added to them.
-    shape
-        Sizes and costs at the shape of its calls, if other shapes share the graph.
-    shared
-        Programs and their functions, which other shapes share.
-    offload
-        Second tier of the model; ``None`` without one.
-    programs
-        Ways to run it; `options` has their needs.
-    lowered
-        Operations; outputs are not pinned: their users hold them.
-    link
-        Link to the second tier on which the programs count.
-    """
+    """Captured graph, and the ways to run it."""
 
     capture: Capture
     captured: Captured
     costs: list[Cost]
     device: torch.device
     owners: Owners | None = None
+    """Origins of its primals that get gradients; ``None`` if one of them is unknown."""
     existing: frozenset[int] = frozenset()
+    """Gradients that exist when a step begins: new ones are added to them."""
     shape: ShapeStep | None = None
+    """Sizes and costs at the shape of its calls, if other shapes share the graph."""
     shared: Shared = field(default_factory=Shared)
     offload: Offload | None = None
     programs: list[Program] = field(default_factory=list)
+    """Ways to run it; `options` has their needs."""
     lowered: Lowered = field(init=False, repr=False)
+    """Operations; outputs are not pinned: their users hold them."""
     link: Link | None = field(default=None, init=False, repr=False)
+    """Link to the second tier on which the programs count."""
     _emitted: dict[int, StepCode] = field(default_factory=dict)
     _options: dict[bool, list[Option]] = field(default_factory=dict)
     _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
@@ -128,16 +106,10 @@ class Kind:
             self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
 
     def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
-        """Return the same graph with some gradients that exist when a step begins.
+        """Return the same graph for steps that begin with gradients of the parameters with these
+        ids.
 
-        Parameters
-        ----------
-        module
-            Module of this kind.
-        existing
-            Ids of the parameters that have one.
-        options
-            Options of `rotor.graph.plan`.
+        The options are those of `rotor.graph.plan`.
         """
         slots = slots_of(module)
         found = frozenset(
@@ -191,13 +163,7 @@ class Kind:
         return layout_of(self.offload.tier, self.lowered, program.actions.tolist(), sizes)
 
     def verified(self, number: int) -> tuple[StepCode, Prover] | None:
-        """Return a program's functions with comparisons; ``None`` if it recomputes nothing.
-
-        Parameters
-        ----------
-        number
-            Number of the program.
-        """
+        """Return a program's functions with comparisons; ``None`` if it recomputes nothing."""
         ops = self.programs[number].ops.tolist()
         if len(ops) == len(set(ops)):
             return None
@@ -234,14 +200,8 @@ class Kind:
     def find_programs(self, options: dict[str, Any], *, again: bool = False) -> None:
         """Plan the graph for several amounts of kept memory, and several peaks.
 
-        Programs that were found at another shape are taken as they are.
-
-        Parameters
-        ----------
-        options
-            Options of `rotor.graph.plan`.
-        again
-            True to plan at this shape too.
+        Programs that were found at another shape are taken as they are; with `again`, the graph is
+        planned at this shape too. The options are those of `rotor.graph.plan`.
         """
         self._forget_programs()
         self._known = len(self.captured.lowered.unrepeatable)
@@ -277,7 +237,9 @@ class Kind:
         return search_levels(self.lowered, self.costs, self.link, options, kept_bytes)
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
-        """Return the programs of some actions, of those that are possible at this shape."""
+        """Return the programs that have these actions, but for those that are impossible at this
+        shape.
+        """
         free = free_graph(self.lowered, self.costs, 0, moves=link is not None)
         found = []
         for row in rows:
@@ -285,7 +247,7 @@ class Kind:
             try:
                 found.append(Program(free, row, link if is_moved else None))
             except InvalidSequenceError:
-                # A value is too small for the tier here, or the tier for the values.
+                # A value is too small to be moved here, or the tier is too small for the values.
                 if link is None:
                     raise
         return found
@@ -297,7 +259,9 @@ class Kind:
         self._layouts.clear()
 
     def _take_best(self, found: list[Program]) -> None:
-        """Take one program of each that no other beats with outputs held, or not held."""
+        """Keep a program for each option that no other beats, with outputs held or with outputs not
+        held.
+        """
         best: list[Program] = []
         for is_held in (True, False):
             priced = [(self.option(program, is_held), program) for program in found]
@@ -306,28 +270,20 @@ class Kind:
         self.programs = list(dict.fromkeys(best))
 
     def take_programs(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take the programs that another process found for the same graph.
+        """Set the programs to those that another process found for this graph, given as actions.
 
-        Parameters
-        ----------
-        rows
-            Actions of each program. Sizes of values may be others here: none is too small for the
-            tier, and its limit is kept by the choice among the programs.
+        Sizes of values may differ here: none is too small for the tier, and its limit is kept by
+        the choice among the programs.
         """
         self.link = self._link()
         self.programs = self._priced(rows, _lenient(self.link))
         self._forget_programs()
 
     def option(self, program: Program, is_held: bool) -> Option:
-        """Return the needs of a program.
+        """Return the needs of a program of this graph, with a loss that needs nothing.
 
-        Parameters
-        ----------
-        program
-            Program of this graph, with a loss that needs nothing.
-        is_held
-            True if others hold the outputs from the forward to the backward, so that keeping them
-            costs nothing more.
+        With `is_held`, others hold the outputs from the forward to the backward, so that keeping
+        them costs nothing more.
         """
         graph, numbers = program.graph, program.actions.tolist()
         boundary = numbers.index(self.lowered.loss)
@@ -406,18 +362,12 @@ class Kind:
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
         placed: Placed | None = None,
     ) -> tuple[Any, Literal["", "now", "for good"]]:
-        """Return the output of a captured module; or the need to run plain, for now or for good.
+        """Return the output of a captured module under a program, and whether the call failed.
 
-        Parameters
-        ----------
-        emitted
-            Functions of a program of this graph.
-        module, args, kwargs
-            The call; the module's original forward must be installed.
-        marks
-            Functions called when the backward begins, and when it ends.
-        placed
-            Places of offloaded values in this step, for a program that has any.
+        The output is ``None`` after a failure: "now" if this call has to run plain, "for good" if
+        all calls do. The module's original forward must be installed. The marks are called when the
+        backward begins, and when it ends; `placed` has the places of offloaded values, for a
+        program that has any.
         """
         places = getattr(emitted, "places", None)
         if places is not None:

@@ -23,16 +23,10 @@ _PEAKS = 4
 
 
 def free_graph(lowered: Lowered, costs: list[Cost], workspace: int, *, moves: bool) -> Graph:
-    """Return the cost model of a part.
+    """Return the cost model of a part, whose outputs are not pinned.
 
-    Parameters
-    ----------
-    lowered, costs
-        Operations; outputs are not pinned.
-    workspace
-        Workspace of what runs between its forward and its backward.
-    moves
-        True if values may move to a second tier: not the outputs, which others hold.
+    The workspace is that of what runs between its forward and its backward. With `moves`, values
+    may move to a second tier, but not the outputs, which others hold.
     """
     held = lowered.tasks[lowered.loss].inputs if moves else ()
     return build_graph(lowered, costs, workspace, moves=moves, held=held)
@@ -47,16 +41,9 @@ def search_levels(
 ) -> list[Program]:
     """Return programs of a part, beginning with the one that recomputes nothing.
 
-    Parameters
-    ----------
-    lowered, costs
-        Operations; outputs are not pinned.
-    link
-        Link to the second tier; ``None`` without one. Programs that use it are added to others.
-    options
-        Options of `rotor.graph.plan`.
-    kept_bytes
-        Function that returns the bytes that a program keeps for its backward.
+    Outputs are not pinned. Programs that use the link to a second tier are added to others. The
+    options are those of `rotor.graph.plan`; `kept_bytes` returns the bytes that a program keeps for
+    its backward.
     """
     moves = link is not None
     free = free_graph(lowered, costs, 0, moves=moves)
@@ -93,7 +80,7 @@ def search_levels(
             add(max(peak - cap - handed, 0), max(peak, 1))
     if link is None:
         return found
-    # What cannot be made again may be in the tier: less is possible than without it.
+    # Values that cannot be made again may go to the tier, so that less memory is possible.
     caps = sorted({most * k // (_LEVELS - 1) for k in range(_LEVELS)})
     bound = planner.lower_bound(free, moves=True)
     peaks = sorted({bound + (highest - bound) * k // _PEAKS for k in range(_PEAKS)})

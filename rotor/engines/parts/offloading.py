@@ -22,21 +22,8 @@ __all__ = ["PartsTier", "PlacedStep"]
 class PartsTier:
     """Use of a second tier by the parts of one plan.
 
-    Parameters
-    ----------
-    offload
-        Tier of the model.
-    programs, layouts
-        Program of each part, and the places of its values; ``None`` for parts without.
-
-    Attributes
-    ----------
-    offload
-        As given.
-    programs
-        Program of each part that moves values; ``None`` for other parts.
-    whole
-        Area of a step, its waits, and its traffic; ``None`` if nothing is offloaded.
+    The programs and layouts are those of each part, with the places of its values; ``None`` stands
+    for parts without.
     """
 
     def __init__(
@@ -51,7 +38,9 @@ class PartsTier:
             program if layout is not None else None
             for program, layout in zip(programs, layouts, strict=True)
         ]
+        """Program of each part that moves values; ``None`` for other parts."""
         self.whole: Layout | None = None
+        """Area of a step, its waits, and its traffic; ``None`` if nothing is offloaded."""
         self._layouts: list[Layout | None] = [None] * len(layouts)
         total = sum(layout.nbytes for layout in layouts if layout is not None)
         if not total:
@@ -108,10 +97,7 @@ class PartsTier:
     def learn(self, makespan: float) -> None:
         """Note another speed of the tier, if the steps so far have shown one.
 
-        Parameters
-        ----------
-        makespan
-            Seconds of the parts, as planned.
+        The makespan is that of the parts in seconds, as planned.
         """
         if self.whole is not None and self._link is not None and not self.is_outdated:
             figures = (self.waited, self.link_time, makespan)
@@ -130,12 +116,7 @@ class PartsTier:
 class PlacedStep:
     """Places of one step's values; its area stays for as long as a part of the step needs it.
 
-    Parameters
-    ----------
-    layouts
-        Places of each part; ``None`` for parts without.
-    area
-        Area of the step, with one user.
+    The layouts are those of each part, ``None`` for parts without; the area has one user.
     """
 
     def __init__(self, layouts: Sequence[Layout | None] = (), area: StepArea | None = None) -> None:

@@ -37,15 +37,11 @@ def make_pieces_plan(
     reserve_bytes: int,
     verify: str | int,
 ) -> PartsPlan[Pieces]:
-    """Return the fastest choice under a limit.
+    """Return the fastest choice under a limit; raise InfeasibleError if the pieces alone do not
+    fit.
 
     If the code between the pieces leaves too little, return the choice of the least peak: the need
     of that code is known only after a metered step, and no plan changes it.
-
-    Raises
-    ------
-    InfeasibleError
-        The pieces alone do not fit.
     """
     pieces.captures.refresh(pieces.kinds)
     pieces.captures.follow_link(pieces.kinds)
@@ -86,17 +82,7 @@ def make_pieces_plan(
 
 
 class PiecesStep:
-    """Runner of a plan's pieces during the model's forward.
-
-    Parameters
-    ----------
-    plan
-        Plan to run.
-    meter
-        Meter of this step, if it is metered.
-    tally
-        Tally of a verified step.
-    """
+    """Runner of a plan's pieces during the model's forward, with a tally in a verified step."""
 
     def __init__(
         self, plan: PartsPlan[Pieces], meter: StepWatch | None, tally: Tally | None = None
@@ -127,13 +113,7 @@ class PiecesStep:
         self._stack.close()
 
     def forward(self, model: nn.Module, call: Call) -> Any:
-        """Return the output of the model, whose stages are called one by one if some are a chain.
-
-        Parameters
-        ----------
-        model, call
-            Model, and the arguments of the step.
-        """
+        """Return the output of the model; call its stages one by one if some are a chain."""
         pieces = self._plan.parts
         if not pieces.chains:
             return model.forward(*call.args, **call.kwargs)
@@ -195,7 +175,7 @@ class PiecesStep:
             site = self._plan.parts.sites[k]
             if site.failed or site.signature != call_signature(args, kwargs):
                 self._plan.parts.is_stale |= not (site.failed or site.varies)
-                # It runs without a plan, and needs what the next metered step tells.
+                # The call runs without a plan: the next metered step tells its need.
                 self._plan.differs = True
                 return forward(*args, **kwargs)
             assert isinstance(site.kind, Kind)

@@ -62,33 +62,22 @@ _MOST_NAMES = 12
 
 @dataclass(eq=False)
 class Site:
-    """Call of a captured module in the forward, or calls of the stages of a chain.
-
-    Attributes
-    ----------
-    path, module, number
-        Module, and number of its earlier calls; of the first call.
-    signature
-        Signature of the arguments; ``None`` for a chain, which takes any.
-    kind
-        Ways to run it.
-    following
-        Further calls of a chain, in order.
-    is_held
-        True if the code around it keeps its outputs for the backward.
-    varies
-        An earlier search found it called with something else: no other is made for its sake.
-    """
+    """Call of a captured module in the forward, or calls of the stages of a chain."""
 
     path: str
     module: nn.Module
     number: int
+    """Number of earlier calls of the module; of a chain, its first module."""
     signature: Any
+    """Signature of the arguments; ``None`` for a chain, which takes any."""
     kind: Kind | ChainKind
     following: Sequence[tuple[nn.Module, int]] = ()
+    """Further calls of a chain, in order."""
     is_held: bool = False
+    """True if the code around it keeps its outputs for the backward."""
     failed: bool = False
     varies: bool = False
+    """True if an earlier search found it called with another signature: no new search follows."""
 
     @property
     def calls(self) -> list[tuple[nn.Module, int]]:
@@ -115,22 +104,7 @@ class Site:
 
 @dataclass(eq=False)
 class Pieces(Parts):
-    """Pieces found in a model.
-
-    Attributes
-    ----------
-    captures
-        Graphs.
-    outside
-        Modules that hold parameters, or keep something, and are not planned.
-    reasons
-        Reasons for which modules could not be captured, by path.
-    uncalled_modules
-        Modules that the forward did not call, with their paths: a call of one starts another
-        search for pieces.
-    units
-        Chains, and modules to call between them, in the order of the forward; empty without chains.
-    """
+    """Pieces found in a model."""
 
     label: ClassVar[str] = "parts"
 
@@ -138,9 +112,13 @@ class Pieces(Parts):
     sites: list[Site]
     bases: Bases
     outside: list[str]
+    """Modules that hold parameters, or keep something, and are not planned."""
     reasons: dict[str, str]
+    """Reasons for which modules could not be captured, by path."""
     uncalled_modules: dict[nn.Module, str]
+    """Modules that the forward did not call: a call of one starts another search for pieces."""
     units: list[Any] = field(default_factory=list)
+    """Chains, and modules to call between them, in order; empty without chains."""
     is_measured: bool = False
     is_stale: bool = False
     searches: int = 1
@@ -422,7 +400,7 @@ class _Search:
         return site, x
 
     def hand_over(self) -> None:
-        """Have the pieces add to the existing gradients.
+        """Let the pieces add to the existing gradients.
 
         Gradients of a parameter that several calls read are first added up by autograd: they count
         as new ones.
@@ -485,27 +463,13 @@ def discover(
     existing: Collection[int] = (),
     stages: MeasuredStages | None = None,
 ) -> Pieces | None:
-    """Capture the largest children of a model that can be captured.
+    """Capture the largest children of a model that can be captured, in a call with gradients
+    enabled.
 
-    The model is run twice or three times, and is left unchanged.
-
-    Parameters
-    ----------
-    model, args, kwargs
-        A call of the model, with gradients enabled.
-    captures
-        Store of graphs; stored ones are not captured again.
-    progress
-        Function called with (captured calls, calls of sufficient size).
-    existing
-        Ids of the parameters that have a gradient when a step begins.
-    stages
-        Measured stages of the model: those that are not captured run as chains.
-
-    Returns
-    -------
-    Pieces or None
-        ``None`` if nothing of sufficient size can be captured.
+    The model is run two or three times, and is left unchanged. Graphs that `captures` has already
+    are not captured again. `progress` is called with (captured calls, calls of sufficient size).
+    `existing` has the ids of the parameters that have a gradient when a step begins. Stages that
+    are not captured run as chains. Returns ``None`` if nothing of sufficient size can be captured.
     """
     try:
         calls, whole, called = weigh(model, args, kwargs)

@@ -50,26 +50,15 @@ __all__ = [
 
 
 class Parts(ABC):
-    """Parts of a model in the order of the forward, and the code between them.
-
-    Attributes
-    ----------
-    label
-        Name of the parts in reports.
-    sites
-        The parts.
-    bases
-        Bytes that are resident under every choice.
-    is_measured
-        True if the bases are those of a metered training step.
-    offload
-        Second tier of the model; ``None`` without one.
-    """
+    """Parts of a model in the order of the forward, and the code between them."""
 
     label: ClassVar[str]
+    """Name of the parts in reports."""
     sites: list[Any]
     bases: Bases
+    """Bytes that are resident under every choice."""
     is_measured: bool
+    """True if the bases are those of a metered training step."""
     offload: Offload | None
 
     @property
@@ -140,45 +129,27 @@ P = TypeVar("P", bound=Parts)
 
 @dataclass(repr=False)
 class PartsPlan(Metered, Generic[P]):
-    """Choice of an option for each part of a model, under one limit.
-
-    Attributes
-    ----------
-    reason
-        Reason for which no single graph exists.
-    parts
-        Parts, and the memory that the code between them keeps.
-    choice
-        Number of the option of each part.
-    simulation
-        Peaks of that choice.
-    least_bytes
-        Least limit that could be kept, as far as known.
-    verify
-        Steps in which recomputed values are compared.
-    levels
-        By mark, the most bytes above the level at which a metered step began.
-    metered
-        Memory beside the parts in the metered steps of this plan.
-    margin_bytes
-        Part of the reserve that is there until a step was metered.
-    tier
-        Use of the second tier; ``None`` without one.
-    """
+    """Choice of an option for each part of a model, under one limit."""
 
     engine: ClassVar[str] = "parts"
 
     device: torch.device
     reason: str
+    """Reason for which no single graph exists."""
     parts: P
     choice: list[int]
+    """Number of the option of each part."""
     simulation: Simulation
     limit_bytes: int
     least_bytes: int
+    """Least limit that could be kept, as far as known."""
     verify: str | int = "first"
     levels: dict[str, int] = field(default_factory=dict, repr=False)
+    """By mark, the most bytes above the level at which a metered step began."""
     metered: Bases | None = field(default=None, repr=False)
+    """Memory beside the parts in the metered steps of this plan."""
     margin_bytes: int = 0
+    """Part of the reserve that is set aside until a step was metered."""
 
     def __post_init__(self) -> None:
         self.choice = self.parts.settled(self.choice)
@@ -311,16 +282,8 @@ def without_bases(bases: Bases) -> Bases:
 
 
 def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) -> Bases:
-    """Return the measured memory beside the parts of a metered step.
-
-    Parameters
-    ----------
-    plan
-        Plan of the step.
-    step
-        Metered step.
-    most
-        True to keep larger earlier values.
+    """Return the memory beside the parts of a metered step; with `most`, larger earlier values
+    stay.
     """
     parts = plan.parts
     chosen = [options[k] for options, k in zip(parts.options(), plan.choice, strict=True)]
@@ -389,17 +352,14 @@ def _is_outdated(plan: PartsPlan[Any], options: Sequence[Sequence[Option]]) -> b
 
 
 def learn_levels(plan: PartsPlan[Any], more: dict[str, int]) -> tuple[int, int]:
-    """Note bytes beyond the metered ones, by mark.
+    """Note bytes beyond the metered ones, by mark; return two peaks.
 
-    Returns
-    -------
-    int, int
-        Peak that they explain, and the expected peak if the code that kept them
-        needs as much again for its inputs, and for gradients.
+    The first is the peak that these bytes explain, the second the expected peak if the code that
+    kept them needs as much again for its inputs, and for gradients.
     """
     parts = plan.parts
     found: dict[tuple[str, int], int] = {}
-    # What a part itself keeps does not vary.
+    # The memory that a part itself keeps does not vary.
     ends = {"forward": "after", "backward": "before"}
     for mark, size in list(more.items()):
         name, _, number = mark.partition(" ")
@@ -437,12 +397,8 @@ def learn_levels(plan: PartsPlan[Any], more: dict[str, int]) -> tuple[int, int]:
 def expect_additions(plan: PartsPlan[Any], more_bytes: int) -> None:
     """Plan for existing sparse gradients, which are copied when new ones are added to them.
 
-    Parameters
-    ----------
-    plan
-        Plan of the next step; it is renewed if another choice would be better.
-    more_bytes
-        Bytes of sparse gradients beyond the ones of its metered steps.
+    `more_bytes` is the size of those beyond the ones of the plan's metered steps. The plan of the
+    next step is renewed if another choice would be better.
     """
     parts = plan.parts
     first, *others = parts.bases.between

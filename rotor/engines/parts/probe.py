@@ -30,37 +30,24 @@ class NeedsBackward(Exception):
 
 @dataclass(eq=False)
 class ModuleCall:
-    """Call of a module in a forward.
-
-    Attributes
-    ----------
-    path, module
-        Called module.
-    number
-        Number of earlier calls of it in the same forward.
-    outer
-        Enclosing call.
-    saved
-        Bytes by storage that autograd keeps from inside it.
-    """
+    """Call of a module in a forward."""
 
     path: str
     module: nn.Module
     number: int
+    """Number of earlier calls of the module in the same forward."""
     outer: ModuleCall | None
+    """Enclosing call."""
     saved: dict[int, int] = field(default_factory=dict)
+    """Bytes by storage that autograd keeps from inside it."""
     plannable_bytes: int = 0
 
 
 class Saves:
     """Observer of the tensors that autograd saves, which keeps none of them.
 
-    Parameters
-    ----------
-    resident
-        Tensors that exist before and after.
-    note
-        Function called with the storage's identity and its bytes.
+    `resident` tensors exist before and after. `note` is called with the identity of each other
+    storage and its bytes.
     """
 
     def __init__(self, resident: Iterable[torch.Tensor], note: Callable[[int, int], None]) -> None:
@@ -138,16 +125,8 @@ def weigh(
 ) -> tuple[list[ModuleCall], ModuleCall, set[nn.Module]]:
     """Run a probing forward, and weigh the tensors that each call in it keeps.
 
-    Returns
-    -------
-    list of ModuleCall, ModuleCall, set of Module
-        Calls with gradients enabled, in the order of their starts; the whole forward as
-        one; and every called module.
-
-    Raises
-    ------
-    NeedsBackward
-        The forward computes gradients itself.
+    Returns the calls with gradients enabled, in the order of their starts; the whole forward as
+    one; and every called module. Raises NeedsBackward if the forward computes gradients itself.
     """
     paths = inner_modules(model)
     whole = ModuleCall("", model, 0, None)

@@ -24,13 +24,7 @@ Price = Callable[[Lowered, torch.device, Sequence[Any]], list[Cost]]
 
 
 class SharedShapes:
-    """Graphs with symbols of a model's parts.
-
-    Parameters
-    ----------
-    device, price
-        As of `rotor.engines.parts.captures.Captures`.
-    """
+    """Graphs with symbols of a model's parts."""
 
     def __init__(self, device: torch.device, price: Price) -> None:
         self._device, self._price = device, price
@@ -47,14 +41,8 @@ class SharedShapes:
     ) -> ShapeStep | None:
         """Return the sizes and costs of a call; ``None`` if it is to be captured alone.
 
-        Parameters
-        ----------
-        key
-            Properties of modules that share a capture.
-        module, signature, arguments
-            Module, and the signature and arguments of its call, by position and by name.
-        make
-            Function that makes a capture.
+        The key has the properties of modules that share a capture, which `make` makes. The
+        arguments are those of the call by position, and by name.
         """
         family = self._family(key, module, signature, arguments)
         shapes = shapes_of(core.tree_flatten((*arguments, ()))[0])

@@ -16,12 +16,8 @@ __all__ = ["place_of", "retimed"]
 def place_of(mark: str, count: int) -> tuple[str, int]:
     """Return the field of `rotor.graph.assembly.Bases`, and the index, that a mark begins.
 
-    Parameters
-    ----------
-    mark
-        "start", "forward k", "after k", "loss", "backward", "backward k" or "before k".
-    count
-        Number of parts.
+    The marks of `count` parts are "start", "forward k", "after k", "loss", "backward", "backward k"
+    and "before k".
     """
     name, _, number = mark.partition(" ")
     if name == "start":
@@ -39,22 +35,12 @@ def retimed(
     other: Sequence[int],
     peaks: Simulation,
 ) -> Timeline:
-    """Return the timeline of a step under another choice, by a metered step under this one.
+    """Return the timeline of a step under another choice, from that of a metered step under this
+    one.
 
-    Each stretch of the step has the peak that is predicted for it. A part's backward, which
-    recomputes, is shorter or longer by the difference of the predicted times; everything else
-    takes as long as it was measured to.
-
-    Parameters
-    ----------
-    measured
-        Timeline of a metered step, with the marks of `place_of`.
-    options
-        Options of each part.
-    choice, other
-        Number of the option of each part in the metered step, and in the other.
-    peaks
-        Peaks of the other choice.
+    Each stretch of the step, between the marks of `place_of`, has the peak that is predicted for
+    the other choice. A part's backward, which recomputes, is shorter or longer by the difference of
+    the predicted times; everything else takes as long as it was measured to.
     """
     marks = [*measured.marks, ("end", float(measured.seconds[-1]))]
     moments, levels = [marks[0][1]], []
