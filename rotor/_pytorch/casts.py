@@ -27,18 +27,12 @@ _FUNCTIONS = {getattr(torch, name) for name in (*_NAMES, *_CONVOLUTIONS)} | {
 
 
 class _Casting(NamedTuple):
-    """Autocast at a node.
-
-    Attributes
-    ----------
-    dtypes
-        Lower precision by kind of device, where it is on.
-    region
-        Number of the outermost contexts that have ended: the cache is emptied there.
-    """
+    """Autocast at a node."""
 
     dtypes: dict[str, torch.dtype]
+    """Lower precision by kind of device, where it is on."""
     region: int
+    """Number of the outermost contexts that have ended: the cache is emptied there."""
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:

@@ -460,10 +460,7 @@ _REQUIRED = (
 def check(required: Iterable[str] = _REQUIRED) -> None:
     """Raise ImportError if a private name that rotor needs is missing.
 
-    Raises
-    ------
-    ImportError
-        The message lists the missing names, and the PyTorch versions that work.
+    The message lists the missing names, and the PyTorch versions that work.
     """
     missing = []
     for name in required:
@@ -535,12 +532,7 @@ def at_end_of_backward(
 
     Either is called outside the backward where a profiler is on in this thread, so that it may end
     it; otherwise, and `at_once`, `done` is called as the backward's last act. An exception raised
-    by either is reported as unraisable.
-
-    Raises
-    ------
-    RuntimeError
-        No backward is running.
+    by either is reported as unraisable. Raises RuntimeError if no backward is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed, at_once))
 
@@ -548,10 +540,7 @@ def at_end_of_backward(
 def check_after_backward(check: Callable[[], object]) -> None:
     """Have `check` called at the end of the running backward, which raises its errors.
 
-    Raises
-    ------
-    RuntimeError
-        No backward is running.
+    Raises RuntimeError if no backward is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(check)  # type: ignore[arg-type]
 

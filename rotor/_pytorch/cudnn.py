@@ -62,14 +62,9 @@ def _backward(gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *oth
 
 
 def normalises(x: Any, tensors: Sequence[Any], epsilon: float) -> bool:
-    """Return whether eager PyTorch gives a training BatchNorm to cuDNN.
+    """Return whether eager PyTorch gives a training BatchNorm of `x` to cuDNN.
 
-    Parameters
-    ----------
-    x, tensors
-        Input; weight, bias, and running statistics or ``None``.
-    epsilon
-        Number added to the variance.
+    `tensors` are the weight, the bias, and the running statistics or ``None``.
     """
     if x.device.type != "cuda" or tensors[0] is None or symbols.has_symbols(x):
         return False

@@ -68,12 +68,7 @@ class Generator(Protocol):
 class _ModuleGenerator:
     """Default generator of a device whose module has functions for its state only.
 
-    Parameters
-    ----------
-    module
-        Module of the device.
-    arguments
-        The device, if the functions take one.
+    `arguments` holds the device, if these functions take one.
     """
 
     def __init__(self, module: Any, arguments: tuple[Any, ...]) -> None:
@@ -104,10 +99,8 @@ def type_of(device: torch.device) -> str:
 def known(device: torch.device | str) -> torch.device:
     """Return a device with its index.
 
-    Raises
-    ------
-    ValueError
-        PyTorch has no module for devices of this type, or this machine has no such device.
+    Raises ValueError if PyTorch has no module for devices of this type, or this machine has no such
+    device.
     """
     found = torch.device(device)
     if found.type == "cpu":
@@ -187,17 +180,8 @@ def has_pools(device: torch.device) -> bool:
 class Pool:
     """Private pool of an accelerator's allocator, with segments taken from the device beforehand.
 
-    Parameters
-    ----------
-    device
-        Accelerator with pools.
-    blocks
-        Sizes of blocks that are allocated together, and freed: their segments are there then.
-
-    Raises
-    ------
-    torch.OutOfMemoryError
-        The device has not enough.
+    `blocks` are sizes in bytes: such blocks are allocated together, and freed, and their segments
+    stay in the pool. Raises `torch.OutOfMemoryError` if the device has too few bytes.
     """
 
     def __init__(self, device: torch.device, blocks: Sequence[int]) -> None:
@@ -242,10 +226,7 @@ def is_type(name: str) -> bool:
 def chosen(name: str | None) -> torch.device:
     """Return the device of a name; by default the accelerator, if one is available.
 
-    Raises
-    ------
-    ValueError
-        No such device is here.
+    Raises ValueError if this machine has no such device.
     """
     if name is None:
         return torch.device(default_type(), 0) if torch.accelerator.is_available() else _CPU

@@ -99,14 +99,10 @@ def without_functions() -> Any:
 def backwards_within(
     mode: Any, joins: Callable[[Any], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """Run backwards within a mode, in the context.
+    """Run every backward of this thread within a mode, in the context.
 
-    Parameters
-    ----------
-    mode
-        Mode around every backward of this thread.
-    joins
-        Function of the tensors at which a backward of another thread begins; returns its context.
+    A backward of another thread runs in the context that `joins` returns for the tensors at which
+    it begins.
     """
     run = autograd._engine_run_backward  # type: ignore[attr-defined]
     owner = threading.get_ident()
@@ -123,21 +119,14 @@ def backwards_within(
 
 
 class Backward(NamedTuple):
-    """Running backward.
-
-    Attributes
-    ----------
-    roots
-        Nodes at which it began.
-    accumulates
-        True if gradients are added to ``.grad``.
-    is_partial
-        True if only some tensors' gradients were asked for.
-    """
+    """Running backward."""
 
     roots: tuple[Any, ...]
+    """Nodes at which it began."""
     accumulates: bool
+    """True if gradients are added to ``.grad``."""
     is_partial: bool
+    """True if only some tensors' gradients were asked for."""
 
 
 _backwards: list[Backward] = []
@@ -191,17 +180,9 @@ def watch_backwards() -> None:
 
 
 def edges_of_leaves(node: Any) -> dict[int, int] | None:
-    """Return the number of edges of the running backward to each leaf, by the leaf's ``id``.
+    """Return the number of edges to each leaf, by its ``id``, of the backward that runs a node.
 
-    Parameters
-    ----------
-    node
-        A running node.
-
-    Returns
-    -------
-    dict of int to int, or None
-        ``None`` if the backward was not seen, or does not add to ``.grad`` of every leaf.
+    ``None`` if this backward was not seen, or does not add to ``.grad`` of every leaf.
     """
     found = None
     for backward in list(_backwards):

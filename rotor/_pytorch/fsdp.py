@@ -56,13 +56,7 @@ def managed(modules: Iterable[nn.Module]) -> list[bool]:
 
 
 class ShardedParameter:
-    """Parameter of FSDP2: its shard, which the optimizer sees, and the whole while gathered.
-
-    Attributes
-    ----------
-    unit
-        Unit that gathers it.
-    """
+    """Parameter of FSDP2: its shard, which the optimizer sees, and the whole while gathered."""
 
     __slots__ = ("_param", "unit")
 
@@ -157,12 +151,7 @@ class ShardedParameter:
 class Unit:
     """Result of one call of ``fully_shard``: parameters that are gathered together.
 
-    Attributes
-    ----------
-    modules
-        Modules before whose forward the parameters are gathered.
-    parameters
-        The parameters.
+    They are gathered before the forward of each of `modules`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -306,10 +295,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def units() -> list[Unit]:
     """Return all units of this process.
 
-    Raises
-    ------
-    ImportError
-        Private names are missing; the message says which, and which PyTorch versions work.
+    Raises ImportError, as `check` does, if private names are missing.
     """
     check()
     mapping = attrgetter("distributed._composable_state._module_state_mapping")(torch)
@@ -323,13 +309,7 @@ def units() -> list[Unit]:
 
 
 def check() -> None:
-    """Raise ImportError if a private name of FSDP2 that rotor needs is missing.
-
-    Raises
-    ------
-    ImportError
-        The message lists the missing names, and the PyTorch versions that work.
-    """
+    """Raise ImportError if a private name of FSDP2 that rotor needs is missing."""
     core.check(_REQUIRED)
 
 

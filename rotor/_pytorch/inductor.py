@@ -39,17 +39,8 @@ _TRITON = frozenset({"cuda", "xpu"})
 def check(device_types: Iterable[str] = ()) -> None:
     """Raise if a name or a compiler that Inductor needs is missing.
 
-    Parameters
-    ----------
-    device_types
-        Types of the devices of a model, if they are known already.
-
-    Raises
-    ------
-    ImportError
-        The message lists the missing names, and the PyTorch versions that work.
-    RuntimeError
-        No C++ compiler was found, or no Triton for a GPU.
+    An ImportError lists the missing names, and the PyTorch versions that work. A RuntimeError says
+    that there is no C++ compiler, or no Triton for a GPU among the types of the model's devices.
     """
     for name in (
         "choices",
@@ -151,26 +142,12 @@ def compile_graph(
     apart: int,
     options: dict[str, Any],
 ) -> tuple[Callable[[list[Any]], Any], list[tuple[int, ...] | None]]:
-    """Compile a graph; return its code and the strides of its results.
+    """Compile a graph, which is changed; return its code and the strides of its results.
 
-    Parameters
-    ----------
-    module
-        The graph; it is changed.
-    values
-        Inputs as fake tensors of one mode.
-    is_backward
-        True for a backward.
-    apart
-        Largest distance of kernels that are fused only because they read the same.
-    options
-        Settings of ``torch._inductor.config``.
-
-    Returns
-    -------
-    tuple
-        A function of one list, which it empties, and the strides by output, ``None`` for
-        results that are no tensors.
+    `values` are the inputs as fake tensors of one mode, `apart` is the largest distance of kernels
+    that are fused only because they read the same tensor, and `options` are settings of
+    ``torch._inductor.config``. The code is a function of one list, which it empties; strides are
+    ``None`` for results that are no tensors.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config

@@ -67,18 +67,7 @@ def at_return_of_backward(
     """Have `last` called as the running backward's last act, and `done` once it has returned.
 
     On an accelerator a backward ends in the thread of backwards, where a trace of another thread
-    cannot end.
-
-    Parameters
-    ----------
-    last
-        Function called in whatever thread the backward ends.
-    done, failed
-        Functions called in the main thread; `failed` if the backward raises.
-
-    Raises
-    ------
-    RuntimeError
-        No backward is running.
+    cannot end: `last` is called in whatever thread the backward ends, `done` in the main thread, or
+    `failed` if the backward raises. Raises RuntimeError if no backward is running.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardReturn(last, done, failed))

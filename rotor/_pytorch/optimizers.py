@@ -75,12 +75,7 @@ def made_bytes(device: torch.device) -> int:
 def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tuple[int, str]:
     """Return the bytes of states still to be made on a device, and the optimizer's name.
 
-    Parameters
-    ----------
-    parameters
-        Parameters that train: those that no known optimizer has are taken to get Adam's states.
-    device
-        Device of the states.
+    Parameters that train and belong to no known optimizer are taken to get Adam's states.
     """
     total, names = 0, list[str]()
     held: set[int] = set()

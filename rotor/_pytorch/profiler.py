@@ -50,39 +50,24 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """Blocks that were allocated and freed, in order of time, and the marks between them.
-
-    Attributes
-    ----------
-    address
-        Addresses of the blocks on the CPU, int64 [k]; 0 on other devices.
-    nbytes
-        Bytes of a block, negative for a release, int64 [k].
-    ns
-        Times, int64 [k].
-    marks
-        Marks in order of time.
-    total_bytes
-        Totals of all threads from an unknown level, int64 [k]; ``None`` if only this thread was
-        watched.
-    """
+    """Blocks that were allocated and freed, in order of time, and the marks between them."""
 
     address: Column
+    """Addresses of the blocks on the CPU, int64 [k]; 0 on other devices."""
     nbytes: Column
+    """Bytes of a block, negative for a release, int64 [k]."""
     ns: Column
+    """Times in nanoseconds, int64 [k]."""
     marks: tuple[Mark, ...] = ()
+    """Marks in order of time."""
     total_bytes: Column | None = None
+    """Totals of all threads from an unknown level, int64 [k]; ``None`` if only one was watched."""
 
     @classmethod
     def by_time(cls, blocks: Sequence[tuple[int, ...]], marks: Iterable[tuple[int, str]]) -> Events:
-        """Return events in order of time.
+        """Return events in order of time, of rows of time, address, bytes and perhaps total.
 
-        Parameters
-        ----------
-        blocks
-            Rows of time, address, bytes and perhaps total.
-        marks
-            Times and names. A mark comes before blocks of its time.
+        Each mark has a time and a name, and comes before blocks of its time.
         """
         width = len(blocks[0]) if blocks else 3
         rows = np.array(blocks, dtype=np.int64).reshape(len(blocks), width)
@@ -252,15 +237,9 @@ class AllocationTrace:
     """Recorder of an allocator's events in this thread and in the backwards it runs.
 
     The public ``prof.events()`` leaves them out. Only events and marks are recorded, no operations.
-    PyTorch does not see the release of memory from before the start. While a trace
-    records, C++ warnings are off: PyTorch warns about every thousandth such free.
-
-    Parameters
-    ----------
-    totals
-        True if allocations carry, where PyTorch can, the total of all threads.
-    device_type
-        Type of the device whose allocator is recorded.
+    PyTorch does not see the release of memory from before the start. While a trace records, C++
+    warnings are off: PyTorch warns about every thousandth such free. With `totals`, allocations
+    carry the total of all threads, where PyTorch can tell it.
     """
 
     def __init__(self, *, totals: bool = False, device_type: str = "cpu") -> None:

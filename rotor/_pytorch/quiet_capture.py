@@ -46,11 +46,8 @@ class Branches:
     def take(self, error: BaseException | None) -> bool:
         """Give other answers after a capture failed; False if there are no others.
 
-        Parameters
-        ----------
-        error
-            Dynamo's error: the function in which it arose, or else the next one around it that
-            asked, is told that it is compiled. All are if none did.
+        The function in which dynamo's error arose, or else the next one around it that asked, is
+        told that it is compiled; all functions are told so if none of these asked.
         """
         stack = getattr(error, "real_stack", None) or ()
         frames = [(frame.filename, frame.name) for frame in stack]
@@ -68,14 +65,8 @@ class Branches:
 def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     """Let captured code print, log and warn in the context: what it says comes after its graph.
 
-    Garbage is left to the caller.
-
-    Parameters
-    ----------
-    branches
-        Answers to code that asks whether it is compiled.
-    draws
-        Random numbers that the captured code draws.
+    `branches` answers code that asks whether it is compiled; `draws` are the random numbers that
+    the captured code draws. Garbage is left to the caller.
     """
     from torch._dynamo import config, convert_frame
     from torch._functorch import config as of_backwards
@@ -193,13 +184,7 @@ def _announcer() -> Any:
 
 
 class CapturingAgain:
-    """Context in which `capturing` is entered if a call is captured; else it costs little.
-
-    Parameters
-    ----------
-    branches, draws
-        As of `capturing`.
-    """
+    """Context in which `capturing` is entered if a call is captured; else it costs little."""
 
     __slots__ = ("_branches", "_draws", "_entered", "_thread")
 

@@ -126,10 +126,7 @@ def mode_check() -> Callable[[], bool]:
 def signature(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
     """Return a description of arguments, and the nodes of their tensors.
 
-    Raises
-    ------
-    Refused
-        A call with such arguments cannot be one node.
+    Raises Refused if a call with such arguments cannot be one node.
     """
     found: list[Any] = [len(args), *kwargs]
     tensors: list[fx.Node] = []

@@ -47,29 +47,21 @@ _MOST_TEMPLATES = 3
 
 @dataclass
 class Template:
-    """Traced call of a module, which stands for calls of alike ones.
-
-    Attributes
-    ----------
-    module, path
-        The module, and dynamo's expression of it.
-    body
-        Graph of its forward.
-    inputs
-        For each input of the body: the number of a tensor among the arguments, or the expression
-        of a tensor that the module holds.
-    captured
-        Tensors that the module holds, by the number of the input.
-    """
+    """Traced call of a module, which stands for calls of alike ones."""
 
     module: nn.Module
     path: str
+    """Dynamo's expression of the module."""
     signature: tuple[Any, ...]
     source: Any
     entry: Any
     condition: Any
     inputs: list[int | Any]
+    """For each input of the body: the number of a tensor among the arguments, or the expression
+    of a tensor that the module holds.
+    """
     captured: dict[int, torch.Tensor]
+    """Tensors that the module holds, by the number of the body's input."""
 
     @property
     def body(self) -> fx.GraphModule:
@@ -85,51 +77,37 @@ class Template:
 
 @dataclass
 class Call:
-    """Call of a module that was not traced.
-
-    Attributes
-    ----------
-    identifier
-        Text by which the data of its node names the call.
-    before
-        Names of the inputs that the graph had before the call.
-    captured
-        Tensors that the module holds, by the number of the body's input; those that it shares with
-        the template are left out.
-    """
+    """Call of a module that was not traced."""
 
     identifier: str
+    """Text by which the data of its node names the call."""
     template: Template
     module: nn.Module
     path: str
     before: list[str]
+    """Names of the inputs that the graph had before the call."""
     captured: dict[int, torch.Tensor]
+    """Tensors that the module holds, by the number of the body's input, without those that it
+    shares with the template.
+    """
 
 
 @dataclass
 class Tracing:
-    """State of the traces of one capture.
-
-    Attributes
-    ----------
-    calls
-        Calls that were not traced, by identifier.
-    templates
-        Traced calls, by the code of their function.
-    traced
-        True if there were any.
-    reasons
-        Reasons for which calls were traced one by one.
-    """
+    """State of the traces of one capture."""
 
     modules: dict[int, nn.Module]
     slots_of: Callable[[nn.Module], Any]
     calls: dict[str, Call] = field(default_factory=dict)
+    """Calls that were not traced, by identifier."""
     templates: dict[Any, list[Template]] = field(default_factory=dict)
+    """Traced calls, by the code of their function."""
     refused: set[Any] = field(default_factory=set)
     is_inside: bool = False
     traced: bool = False
+    """True if any call was traced."""
     reasons: list[str] = field(default_factory=list)
+    """Reasons for which calls were traced one by one."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def note(self, reason: str) -> None:
@@ -317,12 +295,8 @@ def regions(
 ) -> Iterator[Tracing]:
     """Have captures in the context trace one of alike modules; yield what is found.
 
-    Parameters
-    ----------
-    modules
-        Modules whose calls may be regions.
-    slots_of
-        Function of a module that returns a dictionary by the identities of its own tensors.
+    Calls of `modules` may be regions. `slots_of` returns a dictionary of a module by the identities
+    of its own tensors.
     """
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import (
@@ -406,14 +380,7 @@ def joint_graph(
 ) -> tuple[fx.GraphModule, int] | None:
     """Return the joint graph of a region, and its number of outputs; None if it has no backward.
 
-    Parameters
-    ----------
-    body
-        Forward of the region.
-    inputs
-        Fake tensors.
-    decompositions
-        Decompositions of operators.
+    `body` is the forward of the region, and `inputs` are fake tensors.
     """
     from torch._guards import TracingContext, tracing
 
@@ -524,16 +491,9 @@ def alike(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_storage(tensor: Any, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
-    """Return a fake tensor of a fake tensor's layout on another storage.
+    """Return a fake tensor of a fake tensor's layout on another storage, which has no memory.
 
-    Parameters
-    ----------
-    tensor
-        Fake tensor.
-    storage
-        The other storage, without memory.
-    shift
-        Elements between the tensor's place in its storage and in the other one.
+    `shift` is the number of elements between the places of the two tensors in their storages.
     """
     made = torch.empty(0, dtype=tensor.dtype, device="meta")
     made.set_(storage, tensor.storage_offset() + shift, tensor.shape, tensor.stride())

@@ -42,14 +42,9 @@ _PLAIN = (type(None), bool, int, float, str)
 class _Script:
     """Code of a script or of a function of ``torch.jit``, and what it reads beside its arguments.
 
-    Attributes
-    ----------
-    tensors, others
-        Paths of the attributes that are tensors, and of those that are not.
-    gives_tuple
-        True if it returns several tensors.
-    refusal
-        What no captured graph can have; empty if there is nothing.
+    `tensors` and `others` are the paths of the attributes that are tensors, and of those that are
+    not. `gives_tuple` is True if it returns several tensors. `refusal` says why no captured graph
+    can have it, and is empty if one can.
     """
 
     def __init__(self, script: Any) -> None:
@@ -169,24 +164,18 @@ def _attributes(graph: Any, module: Any) -> dict[tuple[str, ...], Any]:
 
 
 class _Call(NamedTuple):
-    """Call of a script, but for its tensors.
-
-    Attributes
-    ----------
-    leaves, form
-        Arguments with ``torch.Tensor`` in place of tensors, and their structure.
-    wants
-        True for each tensor, of the arguments and then of the script, that requires a gradient.
-    dtypes, caches
-        Autocast.
-    """
+    """Call of a script, but for its tensors."""
 
     script: _Script
     module: Any
     leaves: list[Any]
+    """Arguments with ``torch.Tensor`` in place of tensors."""
     form: Any
+    """Structure of the arguments."""
     wants: list[bool]
+    """True for each tensor, of the arguments and then of the script, that requires a gradient."""
     dtypes: dict[str, torch.dtype]
+    """Lower precision of autocast by kind of device."""
     caches: bool
 
     def run(self, tensors: Sequence[torch.Tensor], traced: bool) -> tuple[list[Any], list[Any]]:
@@ -299,10 +288,8 @@ torch.library.impl(_LIBRARY, "gradients", "CompositeExplicitAutograd")(_backward
 class _Watch(TorchDispatchMode):
     """Look-out for operators that draw random numbers, or write to tensors of the caller's.
 
-    Attributes
-    ----------
-    seen
-        What was seen; empty if nothing. An error would lose its message in the interpreter.
+    `seen` says what was seen, and is empty if nothing was: an error would lose its message in the
+    interpreter.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

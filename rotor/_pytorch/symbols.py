@@ -129,10 +129,7 @@ def takes_numbers() -> bool:
 def numbers_as_inputs(sources: Collection[str]) -> AbstractContextManager[None]:
     """Return a context in which captures take numbers as inputs, where the code permits.
 
-    Parameters
-    ----------
-    sources
-        Dynamo's expressions of the numbers.
+    `sources` are dynamo's expressions of these numbers.
     """
     return _numbers_as_inputs(sources) if sources else core.NOTHING
 
@@ -192,12 +189,7 @@ def _has_propagated() -> bool:
 def line_of_constant(tensor: Any, dimension: int) -> str:
     """Return the place in the model's code that made a marked size a constant; empty if unknown.
 
-    Parameters
-    ----------
-    tensor
-        Fake tensor of a captured graph.
-    dimension
-        Number of its dimension that is a constant.
+    The size is that of a dimension of a fake tensor of a captured graph.
     """
     environment = tensor.fake_mode.shape_env
     if environment is None:
@@ -213,13 +205,5 @@ def line_of_constant(tensor: Any, dimension: int) -> str:
 
 
 def evaluated(text: str, values: Mapping[str, int]) -> Any:
-    """Return the value of an expression that `text_of` returned.
-
-    Parameters
-    ----------
-    text
-        The expression.
-    values
-        Values of symbols by name.
-    """
+    """Return the value of an expression that `text_of` returned, with values of symbols by name."""
     return eval(text, {"math": math, "torch": torch, **values})

@@ -105,17 +105,8 @@ class _Kept:
 class Writes(_python_dispatch.TorchDispatchMode):
     """Context in which the bytes of tensors from before are kept when they are first written to.
 
-    Only what is written to is copied. Operators are seen below autograd, whoever calls them.
-
-    Parameters
-    ----------
-    watched
-        Ids of tensors.
-
-    Attributes
-    ----------
-    read
-        Those of them that operators were given.
+    Only tensors that are written to are copied. Operators are seen below autograd, whoever calls
+    them. `watched` are ids of tensors, and `read` those of them that operators were given.
     """
 
     supports_higher_order_operators = True
@@ -177,13 +168,7 @@ class Writes(_python_dispatch.TorchDispatchMode):
         return set(self._storages)
 
     def undo(self, spares: Callable[[int], bool] = lambda identity: False) -> None:
-        """Write the former bytes back.
-
-        Parameters
-        ----------
-        spares
-            Function that tells, by its identity, whether a storage is left as it is.
-        """
+        """Write the former bytes back, but for storages whose identity `spares` accepts."""
         with torch.no_grad():
             for identity, (storage, before) in self._storages.items():
                 if spares(identity):

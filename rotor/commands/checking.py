@@ -69,16 +69,7 @@ def settings_of(device: torch.device) -> dict[str, Any]:
 def checked(name: str, device: torch.device, size: int, share: float) -> dict[str, Any]:
     """Train a model plain and within a limit; return the figures as plain data.
 
-    Parameters
-    ----------
-    name
-        Name of the model.
-    device
-        Device of the training.
-    size
-        Scale of the input.
-    share
-        Limit, as a share of the plain step's peak.
+    `size` is the scale of the input, and `share` the limit as a share of the plain step's peak.
     """
     make, options = _MODELS[name]
     counts = options.get("counts", "allocated")

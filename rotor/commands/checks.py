@@ -55,10 +55,7 @@ def parse_argument(text: str) -> tuple[str, Any]:
 def check_model(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an option of a command on a model is wrong, as far as text tells.
 
-    Raises
-    ------
-    ValueError
-        A file is missing, or a name, shape or number cannot be read.
+    It is if a file is missing, or a name, shape or number cannot be read.
     """
     for text in arguments.arg:
         parse_argument(text)

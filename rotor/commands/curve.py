@@ -160,33 +160,23 @@ def _plain_point(curve: Curve, facts: CurveFacts) -> Point:
 
 @dataclass
 class CurveFacts:
-    """Facts that a table of a curve shows beside its points.
-
-    Attributes
-    ----------
-    limit_bytes
-        Limit of the user.
-    plain_bytes, plain_seconds
-        Peak and time of a plain step; ``None`` if unknown.
-    set_aside_bytes
-        Bytes of every limit that are set aside for an unknown loss.
-    is_measured
-        True if the times are those of steps that were run, not planned.
-    has_loss
-        True if the loss was given.
-    engine, predicted_bytes
-        Form in which training plans a step within the limit of the user, and its peak; ``None``
-        without such a plan.
-    """
+    """Facts that a table of a curve shows beside its points."""
 
     limit_bytes: int | None = None
+    """Limit of the user."""
     plain_bytes: int | None = None
+    """Peak of a plain step; ``None`` if unknown."""
     plain_seconds: float | None = None
+    """Time of a plain step; ``None`` if unknown."""
     set_aside_bytes: int = 0
+    """Bytes of every limit that are set aside for an unknown loss."""
     is_measured: bool = False
+    """True if the times are those of steps that were run, not planned."""
     has_loss: bool = True
     engine: str | None = None
+    """Form in which training plans a step within the limit; ``None`` without such a plan."""
     predicted_bytes: int | None = None
+    """Peak of that step."""
 
     def note_plan(self, model: Checkpointable, effort: str) -> None:
         """Plan a step of a model within the limit as training does."""

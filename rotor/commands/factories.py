@@ -304,17 +304,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 def check_forward(model: nn.Module, sample: Any, *, one: bool) -> Any:
     """Run a model forward once, without gradients, in evaluation mode; return the output.
 
-    Parameters
-    ----------
-    model, sample
-        The model and its sample.
-    one
-        True if the sample is one argument, of any type.
-
-    Raises
-    ------
-    ValueError
-        The forward fails: the sample does not suit this model.
+    With `one` the sample is one argument, of any type. Raises ValueError if the forward fails: the
+    sample does not suit this model.
     """
     args, kwargs = sample_call(sample, is_one=one)
     try:
@@ -346,10 +337,7 @@ def takes_one(model: nn.Module, engine: str) -> bool:
 def device_of(name: str | None) -> torch.device:
     """Return the device of a name; by default the accelerator, if one is available.
 
-    Raises
-    ------
-    ValueError
-        The device does not exist here, or rotor does not support its type.
+    Raises ValueError if this machine has no such device, or rotor does not support its type.
     """
     try:
         return devices.chosen(name)

@@ -18,16 +18,8 @@ __all__ = ["has_own_loss", "likely_loss", "loss_of"]
 def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
     """Return the loss of a name: a function of the model's output alone.
 
-    Parameters
-    ----------
-    name
-        "cross_entropy", "mse" or "sum", with targets of zeros; or the name of a callable, as for
-        `rotor.commands.factories.load`.
-
-    Raises
-    ------
-    ValueError
-        No such callable exists.
+    The names are "cross_entropy", "mse" and "sum", with targets of zeros, and those of callables,
+    as for `rotor.commands.factories.load`, which raises ValueError if there is no such callable.
     """
     if name == "cross_entropy":
         return _cross_entropy

@@ -152,10 +152,8 @@ def add_total(sub: argparse.ArgumentParser) -> None:
 def within_total(arguments: argparse.Namespace, subject: Subject, limit: int | None) -> int | None:
     """Return the limit of a step that follows from ``--total``, or the given one if it is less.
 
-    Raises
-    ------
-    ValueError
-        Another machine is planned for, whose total has parts that are not known here.
+    Raises ValueError if another machine is planned for, whose total has parts that are not known
+    here.
     """
     total = total_of(arguments)
     if total is None:
@@ -179,12 +177,8 @@ def total_of(arguments: argparse.Namespace) -> int | str | None:
 def limit_of(arguments: argparse.Namespace) -> int | None:
     """Return the limit of a command line in bytes, and question one below 1 MiB.
 
-    A percentage is one of what is free on the device, or on the machine that is planned for.
-
-    Raises
-    ------
-    ValueError
-        It cannot be read.
+    A percentage is one of what is free on the device, or on the machine that is planned for. Raises
+    ValueError if the limit cannot be read.
     """
     total_of(arguments)  # Its errors come first, too.
     text: str | None = arguments.limit
@@ -224,26 +218,11 @@ def _free_share(arguments: argparse.Namespace, percent: str) -> int:
 class Subject:
     """The model of a command line and its sample, on its device.
 
-    Attributes
-    ----------
-    model, sample
-        The model, and a sample as the constructor of `rotor.Checkpointable` takes it.
-    device
-        Their device.
-    name
-        The model's name on the command line.
-    inputs
-        The shapes, for people; empty if the callable gave the sample.
-    engine
-        The engine: "graph" if a profile or a second tier is given.
-    offload
-        Options of a second tier.
-    profile
-        The `rotor.graph.Profile` of the machine that is planned for; ``None``: this one.
-    loss
-        The loss, a function of the output; ``None`` if it is unknown.
-    output
-        Output of the model, after `check`.
+    `sample` is as the constructor of `rotor.Checkpointable` takes it, and `inputs` are its shapes,
+    for people; empty if the callable gave the sample. `engine` is "graph" if a profile or a second
+    tier is given. `profile` is the `rotor.graph.Profile` of the machine that is planned for,
+    ``None`` for this one. `loss` is a function of the output, ``None`` if it is unknown; `output`
+    is the output of the model, after `check`.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:

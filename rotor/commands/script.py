@@ -43,13 +43,8 @@ _OWN = str(Path(__file__).resolve().parents[1])
 def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
     """Run a script, and return its exit code.
 
-    Parameters
-    ----------
-    arguments
-        Arguments of ``rotor run``.
-    limits
-        Limits for the outermost module, by their names in `rotor.Checkpointable`; without them
-        the script runs as it is.
+    `limits` are those of the outermost module, by their names in `rotor.Checkpointable`; without
+    them the script runs as it is.
     """
     watcher = _Watcher(arguments, limits)
     error: BaseException | None = None

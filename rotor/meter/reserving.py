@@ -25,13 +25,8 @@ class Reserving:
     The level is taken before the first step of the plan, and again when other tensors have come to
     live on the device, such as the state of an optimizer, or another plan ran in between: cached
     memory is given back then, so that what a step reserves depends on the step alone. The private
-    pool of the plan, if it has one, takes its segments from the device after that, before the step;
-    there is one at a time on a device, of the plan that ran last.
-
-    Attributes
-    ----------
-    pool
-        Private pool; ``None`` without one.
+    pool of the plan, ``None`` without one, takes its segments from the device after that, before
+    the step; there is one at a time on a device, of the plan that ran last.
     """
 
     def __init__(self) -> None:
@@ -42,17 +37,9 @@ class Reserving:
     def begin(self, device: torch.device, blocks: Sequence[int] = ()) -> None:
         """Prepare a step: take the level, if that is due, and the segments of the pool.
 
-        Parameters
-        ----------
-        device
-            Device of the step.
-        blocks
-            Sizes of the blocks that make the pool take its segments; none: the plan has no pool.
-
-        Raises
-        ------
-        torch.OutOfMemoryError
-            The device has not as many bytes as the plan needs.
+        `blocks` are the sizes of the blocks that make the pool take its segments; the plan has no
+        pool if there are none. Raises `torch.OutOfMemoryError` if the device has fewer bytes than
+        the plan needs.
         """
         latest = _latest.get(device)
         if latest is not self:

@@ -32,18 +32,11 @@ def checked_total(total: int | str | None) -> int | str | None:
 
 @dataclass(frozen=True)
 class Sum:
-    """Bytes of a process on a device, part by part.
-
-    Attributes
-    ----------
-    total_bytes
-        Sum of the parts.
-    parts
-        Names and bytes; the last part is a step.
-    """
+    """Bytes of a process on a device, part by part."""
 
     total_bytes: int
     parts: tuple[tuple[str, int], ...]
+    """Names and bytes; the last part is a step."""
 
     @property
     def step_bytes(self) -> int:
@@ -62,20 +55,10 @@ class Sum:
 class Room:
     """Limit of a model's steps that follows from its device, taken again when others need more.
 
-    Parameters
-    ----------
-    module
-        The model; ``None`` where it is not known.
-    total
-        Most bytes of this process on the device, "card" for all of its memory that others leave,
-        or ``None``: nine tenths of what is free.
-
-    Attributes
-    ----------
-    latest
-        Sum of the latest look at the device; ``None`` before one.
-    available_bytes, coming_bytes
-        Bytes beyond those that the process holds, and states of optimizers that will take some.
+    `module` is ``None`` where the model is not known. `total` is the most bytes of this process on
+    the device, "card" for all of its memory that others leave, or ``None``: nine tenths of what is
+    free. `latest` is the sum of the latest look at the device. `available_bytes` are bytes beyond
+    those that the process holds, of which states of optimizers will take `coming_bytes`.
     """
 
     def __init__(self, module: nn.Module | None, total: int | str | None) -> None:
@@ -91,13 +74,8 @@ class Room:
     def take(self, device: torch.device, peak_bytes: int | None = None) -> int:
         """Look at the device, and return the bytes for a step that begins now.
 
-        Parameters
-        ----------
-        device
-            Device of the step.
-        peak_bytes
-            Measured peak of such steps above their beginning, if known: on an accelerator the
-            slack of the allocator is what it has reserved beyond that.
+        `peak_bytes` is the measured peak of such steps above their beginning, if known: on an
+        accelerator the slack of the allocator is what it has reserved beyond that.
         """
         own = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
         optimizers.find([p for p in own if p.requires_grad])
@@ -202,16 +180,10 @@ def step_limit(
     total_limit: int | str | None = None,
     module: nn.Module | None = None,
 ) -> int:
-    """Return the limit of a step that begins now, in bytes.
+    """Return the limit in bytes of a step that begins now, from limits of `rotor.Checkpointable`.
 
-    Parameters
-    ----------
-    device
-        Where the step runs; processes that train on the same memory have equal parts of it.
-    mem_limit, total_limit
-        Limits as `rotor.Checkpointable` takes them.
-    module
-        The model, whose optimizer may have states still to come; ``None`` where it is not known.
+    Processes that train on the same memory have equal parts of it. The optimizer of `module` may
+    have states still to come; ``None`` where the model is not known.
     """
     given = None if mem_limit is None else parse_bytes(mem_limit)
     if given is not None and total_limit is None:

@@ -44,21 +44,14 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """Bytes allocated along the events of a meter, above the level at its start.
-
-    Attributes
-    ----------
-    events
-        Events up to the end.
-    after
-        Level after each allocation and release, int64 [k].
-    at_marks
-        Level at each mark of the events.
-    """
+    """Bytes allocated along the events of a meter, above the level at its start."""
 
     events: Events
+    """Events up to the end."""
     after: Column
+    """Level after each allocation and release, int64 [k]."""
     at_marks: list[int]
+    """Level at each mark of the events."""
 
     @property
     def end_bytes(self) -> int:
@@ -145,14 +138,10 @@ def _shifted(events: Events, running: Column, shifts: Sequence[int]) -> Levels:
 
 
 def levels_of(events: Events, resident: Collection[int] = ()) -> Levels:
-    """Return the levels along the events of the CPU's allocator.
+    """Return the levels along the events of the CPU's allocator, among whose marks is `END`.
 
-    Parameters
-    ----------
-    events
-        Events, among whose marks is `END`.
-    resident
-        Addresses of blocks from before the start, whose release marks report (`FREED`).
+    `resident` are the addresses of blocks from before the start, whose release marks report
+    (`FREED`).
     """
     events = _until_end(events)
     known = np.array(sorted(resident), dtype=np.int64)
@@ -164,14 +153,10 @@ def levels_of(events: Events, resident: Collection[int] = ()) -> Levels:
 
 
 def counted_levels(events: Events, counted: Sequence[int]) -> Levels:
-    """Return the levels along the events of an accelerator.
+    """Return the levels along the events of an accelerator, among whose marks is `END`.
 
-    Parameters
-    ----------
-    events
-        Events, among whose marks is `END`. What another thread frees may be missing.
-    counted
-        Bytes by the counters at each mark of a segment, and at the end.
+    Events may lack what another thread frees. `counted` are the bytes by the counters at each mark
+    of a segment, and at the end.
     """
     events = _until_end(events)
     running = np.cumsum(events.nbytes)

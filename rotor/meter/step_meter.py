@@ -23,29 +23,21 @@ from rotor.units import format_bytes
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Peaks of one step, bytes above the level at which its forward began.
-
-    Attributes
-    ----------
-    peak_bytes
-        Peak of the whole step.
-    loss_bytes
-        Peak from the end of the forward to the arrival of the output's gradient, above the
-        level at its start: the loss, and the gradient. Old gradients that the caller released
-        in between, as Lightning does, leave no room in it: another step may keep them.
-    output_held
-        True if the output was still referenced when its gradient arrived.
-    segments
-        Marked parts of the step, in order.
-    timeline
-        Live bytes over time, if the device's meter records them.
-    """
+    """Peaks of one step, bytes above the level at which its forward began."""
 
     peak_bytes: int
+    """Peak of the whole step."""
     loss_bytes: int
+    """Peak from the end of the forward to the arrival of the output's gradient, above the level at
+    its start: the loss, and the gradient. Old gradients that the caller released in between, as
+    Lightning does, leave no room in it: another step may keep them.
+    """
     output_held: bool
+    """True if the output was still referenced when its gradient arrived."""
     segments: tuple[allocator.Segment, ...] = ()
+    """Marked parts of the step, in order."""
     timeline: Timeline | None = None
+    """Live bytes over time, if the device's meter records them."""
 
     def shifted(self, extra_bytes: int) -> StepBytes:
         """Return the peaks above a level that lies lower by `extra_bytes`."""
@@ -101,70 +93,48 @@ class PlanView:
 
 @dataclass(kw_only=True)
 class Metered:
-    """Facts on the steps that ran under a plan, common to plans of every kind.
-
-    Attributes
-    ----------
-    engine
-        Name of the plan's form: "chain", "graph", "parts" or "dynamic".
-    reserve_bytes
-        Bytes set aside because a step needed more than predicted.
-    has_given_back
-        True once the reserve was reduced, because a later step needed less.
-    measured_bytes, measured_timeline
-        Peak of the last metered step, and its live bytes over time; ``None`` before one.
-    meterings
-        Number of metered steps.
-    outdated
-        True if another plan would be better: the next step makes it.
-    short_bytes
-        Bytes by which the amount set aside for the loss is below the assumption, because no plan
-        fits beside the whole amount.
-    proved
-        Results of the verified steps.
-    least_bytes_seen, most_bytes_seen
-        Least and largest need of a metered or watched step; 0 before one.
-    unmetered
-        Steps that ran unmetered.
-    differs
-        True if a difference was seen: the next step is metered.
-    warned_bytes
-        Largest excess that a warning has named.
-    sparse_bytes
-        Largest amount of sparse gradients that existed when a step was metered.
-    reserving
-        Level of reserved bytes, if the limit counts these.
-    key
-        Kind of step that runs under the plan.
-    earlier
-        Metered step whose figures another one has to confirm.
-    is_over
-        True if a step needed more than the limit, and no other plan of the engine would help.
-    why
-        Engines that were asked for such steps, in order, and why each handed over; the last runs.
-    """
+    """Facts on the steps that ran under a plan, common to plans of every kind."""
 
     engine: ClassVar[str]
+    """Name of the plan's form: "chain", "graph", "parts" or "dynamic"."""
 
     reserve_bytes: int = 0
+    """Bytes set aside because a step needed more than predicted."""
     has_given_back: bool = field(default=False, repr=False)
+    """True once the reserve was reduced, because a later step needed less."""
     short_bytes: int = 0
+    """Bytes that the amount set aside for a loss lacks: no plan fits beside the whole amount."""
     least_bytes_seen: int = 0
+    """Least need of a metered or watched step; 0 before one."""
     most_bytes_seen: int = 0
+    """Largest need of a metered or watched step; 0 before one."""
     unmetered: int = 0
+    """Steps that ran unmetered."""
     differs: bool = field(default=False, repr=False)
+    """True if a difference was seen: the next step is metered."""
     warned_bytes: int = 0
+    """Largest excess that a warning has named."""
     sparse_bytes: int = field(default=0, repr=False)
+    """Largest amount of sparse gradients that existed when a step was metered."""
     reserving: Reserving | None = field(default=None, repr=False)
+    """Level of reserved bytes, if the limit counts these."""
     measured_bytes: int | None = None
+    """Peak of the last metered step; ``None`` before one."""
     measured_timeline: Timeline | None = field(default=None, repr=False)
+    """Live bytes of that step over time."""
     meterings: int = 0
+    """Number of metered steps."""
     outdated: bool = field(default=False, repr=False)
+    """True if another plan would be better: the next step makes it."""
     proved: Proved = field(default_factory=Proved, repr=False)
     key: Any = field(default=None, repr=False)
+    """Kind of step that runs under the plan."""
     earlier: StepBytes | None = field(default=None, repr=False)
+    """Metered step whose figures another one has to confirm."""
     is_over: bool = field(default=False, repr=False)
+    """True if a step needed more than the limit, and no other plan of the engine would help."""
     why: dict[str, str] = field(default_factory=dict, repr=False)
+    """Engines that were asked for such steps, in order, and why each handed over; the last runs."""
 
     def __repr__(self) -> str:
         figures: Any = self
@@ -263,30 +233,14 @@ class StepMeter:
     """Meter that starts before a forward and stops by itself at the end of the backward.
 
     Only the graph of the step references it: when the output is dropped without a backward, it
-    stops too. A thread has one at a time; `cancel_running` makes room for another measurement. A
-    step whose backward runs in another thread than its forward has no result on the CPU. One whose
-    gradients are to be differentiated lasts to the end of the next backward without
-    ``create_graph``.
+    stops too. A thread has one at a time; `cancel_running` makes room for another measurement.
 
-    Parameters
-    ----------
-    device
-        Device whose memory is metered.
-    done
-        Function called with the result at the end of the backward.
-    existing
-        Tensors that may be freed during the step, such as existing gradients.
-    reserving
-        Level of reserved bytes, if the peak is to be counted in these.
-    lost
-        Function called instead where the backward runs in another thread.
-    passed
-        Function called instead with the peak of a step whose gradients were differentiated.
-
-    Raises
-    ------
-    MeterBusyError
-        A profiler is running; profilers cannot be nested.
+    `done` is called with the result at the end of the backward. `existing` are tensors that may be
+    freed during the step, such as existing gradients; with `reserving` the peak is counted in
+    reserved bytes. A step whose backward runs in another thread than its forward has no result on
+    the CPU: `lost` is called instead. One whose gradients are to be differentiated lasts to the end
+    of the next backward without ``create_graph``, and `passed` is called with its peak. Raises
+    MeterBusyError if a profiler is running, for profilers cannot be nested.
     """
 
     def __init__(
@@ -407,10 +361,7 @@ def is_running() -> bool:
 def cancel_running(*, all_steps: bool = True) -> bool:
     """Stop this thread's meter of a step whose backward has not come; return whether one ran.
 
-    Parameters
-    ----------
-    all_steps
-        False to let that of a step go on whose gradients are to be differentiated.
+    Without `all_steps`, the meter of a step whose gradients are to be differentiated goes on.
     """
     meter = _running.meter()
     if meter is None or not meter.is_running:

@@ -46,12 +46,7 @@ __all__ = [
 class _Watch:
     """Observer of a step at its marks and at the end of its backward.
 
-    Parameters
-    ----------
-    engine
-        Engine that learns from the step; referenced weakly.
-    plan
-        Plan under which the step runs.
+    The engine that learns from the step is referenced weakly.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:
@@ -93,12 +88,8 @@ class _Watch:
 class LevelWatch(_Watch):
     """Comparison of the bytes at the marks of a step with the bytes of a metered step.
 
-    Parameters
-    ----------
-    engine, plan
-        Engine that learns, and plan under which the step runs: ``engine.learn_levels(plan, more)``
-        is called at the end of a backward with the bytes beyond ``plan.levels`` by mark, if
-        any.
+    ``engine.learn_levels(plan, more)`` is called at the end of a backward with the bytes beyond
+    ``plan.levels`` by mark, if any.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:
@@ -134,11 +125,8 @@ class LevelWatch(_Watch):
 class PeakWatch(_Watch):
     """Reader of an accelerator's peak counter around a step, without resetting it.
 
-    Parameters
-    ----------
-    engine, plan
-        Engine that learns, and plan of the step: ``engine.learn_peak(plan, peak_bytes)`` is called
-        at the end of a backward in which the counter has risen.
+    ``engine.learn_peak(plan, peak_bytes)`` is called at the end of a backward in which the counter
+    has risen.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:
@@ -169,14 +157,8 @@ def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
     """Return the bytes of sparse gradients that exist beyond the ones of metered steps.
 
     Sparse gradients are added up side by side, until they are coalesced or dropped: each step of
-    gradient accumulation needs more. If they grow, the next step of the plan is metered.
-
-    Parameters
-    ----------
-    plan
-        Plan of the next step.
-    parameters
-        Present parameters; ``None`` for those that pruning took out of their slots.
+    gradient accumulation needs more. If they grow, the next step of the plan is metered. Parameters
+    that pruning took out of their slots are ``None``.
     """
     found = 0
     for gradient in backwards.gradients_of(parameters):
@@ -191,12 +173,7 @@ def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
 def is_due(plan: Metered, parameters: Iterable[Any] = ()) -> bool:
     """Count an unmetered step; return whether it should be metered after all.
 
-    Parameters
-    ----------
-    plan
-        Plan of the step.
-    parameters
-        Present parameters, whose sparse gradients may have grown.
+    It should be if the sparse gradients of the present parameters have grown, too.
     """
     plan.unmetered += 1
     sparse_growth(plan, parameters)
@@ -255,15 +232,7 @@ def note_peak(plan: Metered, peak_bytes: int) -> None:
 
 
 def warn_sparse(plan: Any, peak_bytes: int) -> None:
-    """Warn of a step above the limit due to accumulated sparse gradients, as `warn_excess`.
-
-    Parameters
-    ----------
-    plan
-        Plan of the step.
-    peak_bytes
-        Bytes that the step needed.
-    """
+    """Warn of a step above the limit due to accumulated sparse gradients, as `warn_excess`."""
     if not is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
         return
     plan.warned_bytes = peak_bytes
@@ -282,14 +251,7 @@ def warn_sparse(plan: Any, peak_bytes: int) -> None:
 def warn_excess(plan: Any, peak_bytes: int, where: Sequence[str] = ()) -> None:
     """Warn of a step above the limit, once for each new maximum.
 
-    Parameters
-    ----------
-    plan
-        Plan of the step.
-    peak_bytes
-        Bytes that the step needed.
-    where
-        Parts of the model that kept more than was measured, if known.
+    `where` names the parts of the model that kept more than was measured, if known.
     """
     if not is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
         return

@@ -73,10 +73,7 @@ class Traffic:
     def rates(self, latency_ns: int) -> tuple[float, float] | None:
         """Return the bytes per second of writes and of reads; ``None`` where few bytes moved.
 
-        Parameters
-        ----------
-        latency_ns
-            Time that each transfer takes beside that of its bytes.
+        Each transfer takes `latency_ns` beside the time of its bytes.
         """
         if min(self.written_bytes, self.read_bytes) < _LEAST_BYTES:
             return None

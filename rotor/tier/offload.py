@@ -46,24 +46,15 @@ _measured: weakref.WeakKeyDictionary[Tier, Link] = weakref.WeakKeyDictionary()
 
 @dataclass
 class Offload:
-    """Second tier of a model.
-
-    Attributes
-    ----------
-    tier
-        Tier.
-    limit_bytes
-        Most bytes that a step may have there; ``None`` for any.
-    link
-        Speed on which plans count; ``None`` before it is measured.
-    learned
-        Number of times that metered steps have corrected it.
-    """
+    """Second tier of a model."""
 
     tier: Tier
     limit_bytes: int | None = None
+    """Most bytes that a step may have there; ``None`` for any."""
     link: Link | None = None
+    """Speed on which plans count; ``None`` before it is measured."""
     learned: int = 0
+    """Number of times that metered steps have corrected it."""
 
     def known_link(self, device: torch.device) -> Link:
         """Return the link on which plans count, measured at the first time."""
@@ -125,21 +116,10 @@ class Offload:
 def checked_offload(
     offload: Any, offload_limit: int | str | None, engine: str, backend: str
 ) -> Offload | None:
-    """Return the second tier of an option; ``None`` for none.
+    """Return the second tier of an option: None, "disk", "disk:FOLDER", "host", or a `Tier`.
 
-    Parameters
-    ----------
-    offload
-        ``None``, "disk", "disk:" with a folder, "host", or a `Tier`.
-    offload_limit
-        Most bytes there.
-    engine, backend
-        Options beside it, which must suit it.
-
-    Raises
-    ------
-    ValueError, TypeError
-        An option is not as described, or does not suit another.
+    `offload_limit` is the most bytes there. Raises ValueError or TypeError if an option is not as
+    described, or does not suit the engine or the backend.
     """
     if offload is None:
         if offload_limit is not None:

@@ -12,12 +12,7 @@ class Space:
     """Range of bytes in which areas are taken and given back.
 
     An area may be given back at any moment, by a garbage collection too: it is free at the next
-    request.
-
-    Attributes
-    ----------
-    end
-        Bytes up to the end of the last area that was ever taken.
+    request. `end` is the end of the last area that was ever taken.
     """
 
     def __init__(self) -> None:
