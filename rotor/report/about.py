@@ -15,26 +15,18 @@ _NO_COMMANDS = ("", "-c", "-m", "-", "ipykernel_launcher.py", "__mp_main__")
 
 @dataclass(frozen=True)
 class About:
-    """Subject of a plan, as the heading of its page.
-
-    Attributes
-    ----------
-    model, inputs, device
-        Names of the model and the device; shapes and types of the inputs.
-    moment
-        Date and time of the page.
-    command
-        Command that wrote the page.
-    plans
-        Number of plans of the model, one for each kind of inputs.
-    """
+    """Subject of a plan, as the heading of its page."""
 
     model: str = ""
     inputs: str = ""
+    """Shapes and types of the inputs."""
     device: str = ""
     moment: str = ""
+    """Date and time of the page."""
     command: str = ""
+    """Command that wrote the page."""
     plans: int = 1
+    """Number of plans of the model, one for each kind of inputs."""
 
     @classmethod
     def now(cls, model: str = "", inputs: str = "", device: str = "", plans: int = 1) -> About:

@@ -35,27 +35,10 @@ def write_curve(
     points: Sequence[Point] = (),
     title: str = "",
 ) -> list[Path]:
-    """Draw a curve to a file: memory and time in percent of a plain step, the limit marked.
+    """Draw a curve to a file, in percent of a plain step; return the path in a list.
 
-    Parameters
-    ----------
-    curve
-        Seconds against bytes.
-    path
-        File to write.
-    plain
-        The step that is 100 % on both axes.
-    limit_bytes
-        The limit that was chosen; its point is marked.
-    points
-        Other methods, with seconds on the clock of `plain`.
-    title
-        Text above the picture.
-
-    Returns
-    -------
-    list of Path
-        The file.
+    `plain` is the step that is 100 % on both axes, and the point of the limit is marked. `points`
+    are other methods, with seconds on the clock of `plain`.
     """
     from matplotlib.figure import Figure
 

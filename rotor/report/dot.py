@@ -29,58 +29,38 @@ _PHASE_TITLES = {"forward": "forward", "loss": "loss", "backward": "backward"}
 
 @dataclass(frozen=True)
 class DotNode:
-    """A box.
-
-    Attributes
-    ----------
-    label
-        Lines of text.
-    kind
-        One of `COLORS`.
-    phase, path
-        The groups that contain it: its phase, then the names of the path of its module.
-    tooltip
-        Text that is shown under the pointer.
-    colors
-        Fill and outline instead of those of its kind.
-    shape
-        Another shape than a box, by Graphviz's name.
-    """
+    """A box."""
 
     label: Sequence[str]
+    """Lines of text."""
     kind: str
+    """One of `COLORS`."""
     phase: str
     path: Sequence[str] = ()
+    """Names of the path of its module: the groups that contain it, within that of its phase."""
     tooltip: str = ""
+    """Text that is shown under the pointer."""
     colors: tuple[str, str] | None = None
+    """Fill and outline instead of those of its kind."""
     shape: str = ""
+    """Another shape than a box, by Graphviz's name."""
 
 
 @dataclass(frozen=True)
 class DotEdge:
-    """An arrow between two boxes, by their numbers.
-
-    Attributes
-    ----------
-    source, target
-        The boxes.
-    label, tooltip
-        Text at it, and where the pointer is on it.
-    style
-        "solid", or one of Graphviz's styles of lines.
-    upward
-        The target is laid out above the source.
-    sideways
-        True: it does not affect which box is above the other.
-    """
+    """An arrow between two boxes, by their numbers."""
 
     source: int
     target: int
     label: str = ""
     tooltip: str = ""
+    """Text that is shown where the pointer is on it."""
     style: str = ""
+    """"solid", or one of Graphviz's styles of lines."""
     upward: bool = False
+    """True if the target is laid out above the source."""
     sideways: bool = False
+    """True if it does not affect which box is above the other."""
 
 
 def _quoted(text: str) -> str:
@@ -120,19 +100,9 @@ def dot_source(
 ) -> str:
     """Return a graph in the DOT language, boxes grouped by phase and module.
 
-    Parameters
-    ----------
-    nodes, edges
-        The boxes and arrows to draw.
-    title
-        Text above the graph.
-    legend
-        True: explain the colours of kept, dropped and recomputed values, and of offloaded ones
-        if the graph has any.
-    rows
-        Boxes, by their numbers, that are laid out beside each other.
-    across
-        True: from left to right, where "above" is on the left, and "beside" is below.
+    With `legend` it explains the colours of kept, dropped and recomputed values, and of offloaded
+    ones if it has any. `rows` are boxes, by their numbers, that are laid out beside each other.
+    With `across` it goes from left to right, where "above" is on the left, and "beside" is below.
     """
     lines = [
         "digraph rotor {",

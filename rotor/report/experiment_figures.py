@@ -119,12 +119,7 @@ def _key(budget: Any) -> float:
 def budget_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
     """Return the data of `budget_grid`: the commands of kind "fixed", a panel for each workload.
 
-    Parameters
-    ----------
-    models
-        The commands of each model.
-    clock
-        The metric of the slow-downs: "gpu_time", or "cpu_time".
+    The slow-downs are of the metric `clock`: "gpu_time", or "cpu_time".
     """
     panels = []
     for model, listed in models.items():
@@ -164,23 +159,12 @@ def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
 def budget_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Draw slow-down against the budget, as bars of the parts of a step's time.
+    """Draw slow-down against the budget, as bars of the parts of a step's time; return the files.
 
-    Parameters
-    ----------
-    panels
-        Each with "title", "is_relative" (heights are multiples of the baseline's time, else ms) and
-        "bars": "label", "parts" (heights by the names of `PARTS`, None where the command failed),
-        "simulated" (the simulator's result in the same budget, or None).
-    stem
-        The file without the ending of its format.
-    formats
-        Out of `rotor.report.figures.FORMATS`.
-
-    Returns
-    -------
-    list of Path
-        The files written.
+    Each panel has "title", "is_relative" (heights are multiples of the baseline's time, else ms)
+    and "bars": "label", "parts" (heights by the names of `PARTS`, None where the command failed),
+    "simulated" (the simulator's result in the same budget, or None). `stem` is the file without the
+    ending of its format, one of `rotor.report.figures.FORMATS`.
     """
     figure, axes = _panels(len(panels), 2.9)
     for ax, panel in zip(axes, panels, strict=True):
@@ -266,15 +250,10 @@ def _ratio_curves(same: list[Any], kind: str, label: str, clock: str) -> list[di
 def ratio_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Draw slow-down against the memory ratio.
+    """Draw slow-down against the memory ratio, to files as `budget_grid`.
 
-    Parameters
-    ----------
-    panels
-        Each with "title" and "curves": "label", "ratios" ascending, "values" (None if missing),
-        "failed" (marked by a cross below), "is_simulated" (drawn dashed).
-    stem, formats
-        As for `budget_grid`.
+    Each panel has "title" and "curves": "label", "ratios" ascending, "values" (None if missing),
+    "failed" (marked by a cross below), "is_simulated" (drawn dashed).
     """
     figure, axes = _panels(len(panels), 2.9)
     for ax, panel in zip(axes, panels, strict=True):
@@ -349,12 +328,7 @@ def throughput_grid(
 ) -> list[Path]:
     """Draw examples per second against the swept parameters, the budgets side by side.
 
-    Parameters
-    ----------
-    panels
-        Of `sweep_panels`.
-    stem, formats
-        As for `budget_grid`.
+    The panels are those of `sweep_panels`, the files as of `budget_grid`.
     """
     figure, axes = _panels(len(panels), 2.9)
     for ax, panel in zip(axes, panels, strict=True):
@@ -383,12 +357,7 @@ def breakdown_grid(
 ) -> list[Path]:
     """Draw the parts of a step's time, in ms, for all swept parameters.
 
-    Parameters
-    ----------
-    panels
-        Of `sweep_panels`.
-    stem, formats
-        As for `budget_grid`.
+    The panels are those of `sweep_panels`, the files as of `budget_grid`.
     """
     figure, axes = _panels(len(panels), 3.6)
     for ax, panel in zip(axes, panels, strict=True):

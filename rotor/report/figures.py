@@ -54,12 +54,7 @@ P = ParamSpec("P")
 def check_formats(formats: Iterable[str]) -> None:
     """Raise unless figures of these formats can be written.
 
-    Raises
-    ------
-    ValueError
-        A format is unknown.
-    ImportError
-        matplotlib is not installed; the message names the extra that brings it.
+    Raises ValueError for an unknown format, and ImportError if matplotlib is not installed.
     """
     for name in formats:
         if name not in FORMATS:

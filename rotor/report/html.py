@@ -44,18 +44,10 @@ def graph_page(
     limit_bytes: int | None = None,
     measured_bytes: int | Sequence[int] | None = None,
 ) -> str:
-    """Return a page on a graph, and on a program of it.
+    """Return a page on a graph, and on a program of it, which comes with its summary.
 
-    Parameters
-    ----------
-    graph, places
-        The graph, and the module that each operation is shown in.
-    program, summary
-        A program of it and its summary, or neither.
-    limit_bytes
-        The limit, drawn as a line in the timeline.
-    measured_bytes
-        The measured peak, or a level for each run of the program.
+    `places` are the modules that each operation is shown in. The limit is drawn as a line in the
+    timeline. `measured_bytes` is the measured peak, or a level for each run of the program.
     """
     _check_levels(program, measured_bytes)
     rows = [
@@ -79,16 +71,7 @@ def plan_page(
 ) -> str:
     """Return a page on the plan of a captured model: limit, peaks, timeline, operations.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    places
-        The module that each operation is shown in.
-    summary
-        The summary of its program.
-    about
-        Heading of the page.
+    `places` are the modules that each operation is shown in.
     """
     graph, program = plan.graph, plan.program
     measured = plan.measured_bytes
@@ -115,14 +98,7 @@ def plan_page(
 def chain_page(plan: Plan, stages: Sequence[Sequence[str]], about: About | None = None) -> str:
     """Return a page on the plan of a chain: figures, timeline, operations, stages.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    stages
-        A table of the stages, its head first.
-    about
-        Heading of the page.
+    `stages` is a table, its head first.
     """
     ideal, measured = plan.chain.ideal_time, plan.measured_bytes
     slower = f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"
@@ -152,16 +128,8 @@ def measured_page(
 ) -> str:
     """Return a page on a model without a single plan: figures, last metered step, a table.
 
-    Parameters
-    ----------
-    plan
-        A plan of parts, or the record of steps whose memory is decided while they run.
-    figures
-        Its figures, by name.
-    table
-        A title, and a table, its head first.
-    about
-        Heading of the page.
+    `plan` is a plan of parts, or the record of steps whose memory is decided while they run.
+    `figures` are rows of name and value. `table` is a title, and a table, its head first.
     """
     timeline: Timeline | None = plan.measured_timeline
     data: dict[str, Any] = {"ops": [], "storages": [], "program": [], "before": [], "peak": []}
@@ -189,16 +157,8 @@ def sequence_page(
 ) -> str:
     """Return a page on a schedule of a chain: figures, timeline, operations, stages.
 
-    Parameters
-    ----------
-    sequence
-        The schedule, with its chain.
-    figures
-        Its figures, by name.
-    stages
-        A table of the stages, its head first.
-    limit_bytes
-        The limit, drawn as a line in the timeline.
+    `figures` are rows of name and value. `stages` is a table, its head first. The limit is drawn as
+    a line in the timeline.
     """
     assert sequence.chain is not None
     names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]

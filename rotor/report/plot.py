@@ -11,26 +11,10 @@ _MS = 1e3
 
 
 def plot_timeline(plan: Any, ax: Any = None) -> Any:
-    """Draw the live bytes of a step: predicted, measured, and the limit.
+    """Draw the live bytes of a step, predicted, measured, and the limit; return the axes.
 
-    Parameters
-    ----------
-    plan
-        A plan of any engine.
-    ax
-        The axes to draw on; by default those of a new figure.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        The axes that were drawn on.
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed; the message names the extra that brings it.
-    ValueError
-        The plan predicts nothing, and no step was metered.
+    They are those of a new figure by default. Raises ImportError if matplotlib is not installed,
+    and ValueError if the plan predicts nothing, and no step was metered.
     """
     predicted = plan.predicted_timeline
     measured = plan.measured_timeline

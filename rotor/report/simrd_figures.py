@@ -55,27 +55,16 @@ def _zones(ax: Any, panel: Mapping[str, Any]) -> None:
 def overhead_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Draw slow-down against memory, a panel for each log.
+    """Draw slow-down against memory, a panel for each log; return the files.
 
     A curve has a gap where a run failed. A vertical line marks its smallest successful ratio if it
     failed below that: dotted for out of memory, dashed for thrashing. The black area is the memory
     of constants, the grey one the additional memory of the largest operation.
 
-    Parameters
-    ----------
-    panels
-        Each with "title", "constant_ratio", "bottleneck_ratio" and "curves"; a curve has "label",
-        "ratios" ascending, "values", "least" and "most" (None where all trials failed), "has_band",
-        and "failure" (None, or "ratio" and "kind", "oom" or "thrash").
-    stem
-        The file without the ending of its format.
-    formats
-        Out of `FORMATS`.
-
-    Returns
-    -------
-    list of Path
-        The files written.
+    Each panel has "title", "constant_ratio", "bottleneck_ratio" and "curves"; a curve has "label",
+    "ratios" ascending, "values", "least" and "most" (None where all trials failed), "has_band", and
+    "failure" (None, or "ratio" and "kind", "oom" or "thrash"). `stem` is the file without the
+    ending of its format, one of `FORMATS`.
     """
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
@@ -130,15 +119,10 @@ def access_grid(
 def static_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Draw static plans and heuristics, a panel for each log.
+    """Draw static plans and heuristics, a panel for each log, to files as `overhead_grid`.
 
-    Parameters
-    ----------
-    panels
-        Each with "title", "constant_ratio", "bottleneck_ratio", and "curves": "label", "ratios",
-        "values" (slow-downs, None for a failure), and "is_static" (drawn dashed).
-    stem, formats
-        As for `overhead_grid`.
+    Each panel has "title", "constant_ratio", "bottleneck_ratio", and "curves": "label", "ratios",
+    "values" (slow-downs, None for a failure), and "is_static" (drawn dashed).
     """
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
@@ -168,17 +152,10 @@ def line_figure(
     x_label: str,
     y_label: str,
 ) -> list[Path]:
-    """Draw curves on logarithmic scales, a panel for each setting.
+    """Draw curves on logarithmic scales, a panel for each setting, to files as `overhead_grid`.
 
-    Parameters
-    ----------
-    panels
-        Each with "title" and "curves": "label", "x", "y" (None or 0: not drawn), "is_reference"
-        (drawn dashed, without marks).
-    stem, formats
-        As for `overhead_grid`.
-    x_label, y_label
-        Labels of the axes.
+    Each panel has "title" and "curves": "label", "x", "y" (None or 0: not drawn), "is_reference"
+    (drawn dashed, without marks).
     """
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
@@ -213,16 +190,9 @@ def heat_map(
     x_label: str,
     y_label: str,
 ) -> list[Path]:
-    """Draw which storages are in memory over time, as dark points.
+    """Draw which storages are in memory over time, as dark points, to files as `overhead_grid`.
 
-    Parameters
-    ----------
-    resident
-        Rows of storages, columns of moments; True: in memory.
-    stem, formats
-        As for `overhead_grid`.
-    title, x_label, y_label
-        Texts of the figure.
+    Rows of `resident` are storages, columns are moments.
     """
     figure, axes = panel_grid(1)
     figure.set_size_inches(7.0, 3.6)

@@ -82,12 +82,7 @@ def chain_trace(plan: Plan) -> dict[str, Any]:
 def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dict[str, Any]:
     """Return the trace of a captured model's plan and of its last metered step.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    places, summary
-        The module that each operation is shown in, and the summary of its program.
+    `places` are the modules that each operation is shown in.
     """
     runs = _program_runs(plan.program, places, summary)
     return _of_plan(plan, runs, _tier_events(plan.program))
@@ -96,10 +91,7 @@ def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dic
 def measured_trace(plan: Any) -> dict[str, Any]:
     """Return the trace of the last metered step, for plans that predict no single run.
 
-    Raises
-    ------
-    ValueError
-        No step was metered, or only its peak is known.
+    Raises ValueError if no step was metered, or only its peak is known.
     """
     if plan.measured_timeline is None:
         raise ValueError(

@@ -26,12 +26,8 @@ def write_plan_trace(plan: Any, path: str | os.PathLike[str]) -> Path:
     The process "plan" has the prediction: each run of an operation, within its phase and module,
     and counters of the live bytes, of the limit, and of the measurement, brought to the clock of
     the prediction. The process "measured step" has the measurement on its own clock. A plan that
-    predicts no single run has only the second process.
-
-    Raises
-    ------
-    ValueError
-        Nothing is predicted, and no step was metered over time.
+    predicts no single run has only the second process. Raises ValueError if nothing is predicted,
+    and no step was metered over time.
     """
     if plan.engine == "graph":
         made = trace.graph_trace(plan, places(plan.graph), summarise(plan.program))
