@@ -20,14 +20,9 @@ __all__ = ["ModulePaths"]
 class ModulePaths:
     """A context that tells a handler the path of the module that runs in this thread.
 
-    Modules that the outermost one does not hold have the path of the one that calls them.
-
-    Parameters
-    ----------
-    handler
-        Notes the path with each operation.
-    root
-        The outermost module, whose path is empty; ``None``: any that is called in no other.
+    The handler notes the path with each operation. The outermost module, `root`, has an empty path;
+    ``None`` stands for any module that is called in no other. Modules that the outermost one does
+    not hold have the path of the one that calls them.
     """
 
     def __init__(self, handler: _core.Handler, root: nn.Module | None = None) -> None:

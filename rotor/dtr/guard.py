@@ -84,13 +84,7 @@ _WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
 
 
 class Guard(_core.FunctionMode, TorchFunctionMode):  # type: ignore[misc]
-    """Mode that brings back tensors which functions of PyTorch read without operators.
-
-    Parameters
-    ----------
-    session
-        Session that owns the tensors.
-    """
+    """Mode that brings back tensors that functions of PyTorch read without operators."""
 
     def __init__(self, session: Guarded) -> None:
         super().__init__()

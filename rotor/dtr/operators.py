@@ -23,50 +23,39 @@ _OWN_NAMESPACES = {
 
 
 class Treatment(NamedTuple):
-    """Deviation of an operator from what its schema and tags say.
-
-    Attributes
-    ----------
-    is_view
-        Every result shares a storage with an argument.
-    is_fresh
-        Its argument is a tensor that was just made and that no other code holds.
-    hidden, hidden_if
-        Positions of arguments that it writes to where the argument of the other position is true;
-        the results do not depend on them then.
-    replay
-        Function that runs instead when it is computed again; where the operator has hidden
-        arguments, only if its schema says that it writes to arguments.
-    kept_if
-        Position of two arguments; where both are true, a second run would make other results.
-    reshapes
-        It changes the size of a storage, or the storage of a tensor.
-    sizes_by_value
-        Floating-point arguments say how many elements it makes.
-    varies_if
-        Function of the positional arguments that returns whether the sizes of results depend on
-        elements; ``None``: they do if a tag says so.
-    result_bytes
-        Function of the positional arguments and of a flag that returns the bytes of such results:
-        exactly, or the most that it could be.
-    scales_workspace
-        Its workspace grows with such results.
-    in_place
-        Operator that writes the sum of two tensors into the first.
-    """
+    """Deviation of an operator from its schema and tags."""
 
     is_view: bool = False
+    """Every result shares a storage with an argument."""
     is_fresh: bool = False
+    """Its argument is a tensor that was just made and that no other code holds."""
     hidden: tuple[int, ...] = ()
+    """Positions of arguments that it writes to where the argument at `hidden_if` is true; the
+    results do not depend on them then.
+    """
     hidden_if: int = -1
     replay: Callable[..., Any] | None = None
+    """Function that runs instead when it is computed again; where the operator has hidden
+    arguments, only if its schema says that it writes to arguments.
+    """
     kept_if: int = -1
+    """Position of two arguments; where both are true, a second run would make other results."""
     reshapes: bool = False
+    """It changes the size of a storage, or the storage of a tensor."""
     sizes_by_value: bool = False
+    """Floating-point arguments say how many elements it makes."""
     varies_if: Callable[[Any], bool] | None = None
+    """Function of the positional arguments that returns whether the sizes of results depend on
+    elements; ``None``: they do if a tag says so.
+    """
     result_bytes: Callable[[Any, bool], int] | None = None
+    """Function of the positional arguments and of a flag that returns the bytes of such results:
+    exactly, or the most that it could be.
+    """
     scales_workspace: bool = False
+    """Its workspace grows with such results."""
     in_place: Any = None
+    """Operator that writes the sum of two tensors into the first."""
 
 
 def on_meta(value: Any) -> Any:
@@ -192,27 +181,10 @@ _ORDINARY = Treatment()
 class Operator:
     """One overload, and how it uses its arguments.
 
-    Attributes
-    ----------
-    call
-        The overload.
-    name
-        As in ``aten::add``.
-    written
-        Positions and names of the arguments that it writes to.
-    is_custom
-        Not one of PyTorch's own: what it depends on is unknown.
-    varies
-        The sizes of its results may depend on the elements that it reads.
-    treatment
-        What else is odd about it.
-    kernel
-        All this for the handler in C.
-
-    Parameters
-    ----------
-    call
-        The overload.
+    `name` is as in ``aten::add``; `written` has the positions and names of the arguments that it
+    writes to. With `is_custom` it is not one of PyTorch's own: its dependences are unknown. With
+    `varies` the sizes of its results may depend on the elements that it reads. `kernel` tells the
+    handler in C all of this.
     """
 
     __slots__ = ("call", "is_custom", "kernel", "name", "treatment", "varies", "written")

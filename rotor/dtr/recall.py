@@ -137,14 +137,9 @@ class Observer(Protocol):
 class Recall:
     """The book of a session, and the storages in it.
 
-    Attributes
-    ----------
-    outside_bytes
-        Of the limit, known to be taken by what no operator makes.
-    told_bytes
-        Largest need above the limit that a warning has named.
-    paths
-        Context in which the paths of modules are noted, where replays are compared.
+    `outside_bytes` are the bytes of the limit that are known to be taken by what no operator makes,
+    `told_bytes` the largest need above the limit that a warning has named. `paths` is a context in
+    which the paths of modules are noted, where replays are compared.
     """
 
     def __init__(
@@ -447,13 +442,9 @@ class Recall:
     def consider(self, *, sample: bool, ignore_small: bool) -> None:
         """Choose among other candidates from the next eviction on.
 
-        Parameters
-        ----------
-        sample
-            Look at about 2 sqrt(n) of n candidates only.
-        ignore_small
-            Pass over what is below 1 % of the mean size. What was passed over becomes a candidate
-            when it is used again.
+        With `sample`, only about 2 sqrt(n) of n candidates are looked at. With `ignore_small`,
+        storages below 1 % of the mean size are passed over, and become candidates when they are
+        used again.
         """
         self._book.consider(sample, ignore_small)
 
@@ -510,10 +501,7 @@ class Recall:
     def _protect(self, node: int) -> int:
         """Prepare a write to a source: results computed from it must not need it again.
 
-        Returns
-        -------
-        int
-            The number of the source, a new one where the old one is a copy's from now on.
+        Returns the number of the source, a new one where the old one is a copy's from now on.
         """
         source = self._book.describe(node)
         nbytes = source.nbytes

@@ -59,16 +59,10 @@ def repeats(
     results: Any,
     states: list[tuple[torch.Generator, torch.Tensor]],
 ) -> bool:
-    """Run an operator a second time; return whether it makes the same bits.
+    """Run an operator that just ran a second time; return whether it makes the same bits.
 
-    Parameters
-    ----------
-    operator, args, kwargs
-        Operator that just ran, and its arguments; it writes to none of them.
-    results
-        Its results.
-    states
-        Generators, and their states before it ran. They end as they are now.
+    It writes to none of its arguments. `states` are generators with their states before it ran;
+    they end as they are now.
     """
     after = [generator.get_state() for generator, _ in states]
     first = _sums(results)
@@ -145,13 +139,7 @@ def _is_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def verifying_bytes(device: torch.device) -> int:
-    """Return the bytes that comparing takes from a device's allocator, and its waiting checksums.
-
-    Parameters
-    ----------
-    device
-        Device of the session.
-    """
+    """Return the bytes that comparing and waiting checksums take from a device's allocator."""
     return 0 if device.type == "cpu" else proof_bytes(device, 1) + _WAITING * _BLOCK_BYTES
 
 
@@ -165,19 +153,8 @@ class Verifier:
     What the program dropped, and only an operator needs that runs again, is not compared itself:
     the result of that operator is. Results of operators that are not PyTorch's own are compared in
     any case. Where a result differs that is not an operator's first, the operator runs twice more
-    to see whether it leaves memory unwritten, which may be anything.
-
-    Parameters
-    ----------
-    book, handler
-        Of the session.
-    differed
-        Called with the operators that may have made something else.
-
-    Attributes
-    ----------
-    compared
-        Number of values that were compared.
+    to see whether it leaves memory unwritten, which may be anything. `differed` is called with the
+    operators that may have made something else; `compared` counts the values that were compared.
     """
 
     def __init__(
@@ -224,29 +201,12 @@ class Verifier:
         is_live: bool,
         storages: tuple[torch.UntypedStorage, ...],
     ) -> None:
-        """Compare what was made again, before the program sees it.
+        """Compare the bytes that an operation made again, before the program sees them.
 
-        Parameters
-        ----------
-        record
-            The operation.
-        place
-            Of the node among its outputs.
-        node
-            Number of the node's storage.
-        made
-            Its bytes now.
-        result
-            The result that lies on them, ``None`` for what was written to.
-        is_live
-            The program holds it, so that it was evicted; otherwise it was dropped.
-        storages
-            Storages that the operation read, those of its tensor arguments in order.
-
-        Raises
-        ------
-        RecomputationError
-            A bit differs.
+        `place` is that of the node among the outputs of `record`, and `result` lies on the storage
+        `made`; ``None`` for a storage that was written to. With `is_live` the program holds the
+        node, so that it was evicted; otherwise it was dropped. `storages` are those of the
+        operation's tensor arguments in order. Raises RecomputationError if a bit differs.
         """
         # A number may have been another node's, but every live node was evicted last.
         before = self._sums.pop(node, None) if is_live else None

@@ -16,19 +16,9 @@ class Slack:
     """Counter of what a device has allocated above the level on entry, and a session does not know.
 
     It is the slack of segments that the caching allocator keeps with large blocks, and what code
-    outside the operators allocates. Reading waits for nothing.
-
-    Parameters
-    ----------
-    device
-        Accelerator whose allocator has counters.
-
-    Attributes
-    ----------
-    nbytes
-        Bytes beyond the session's storages when the counter was read last; 0 for fewer.
-    most_per_block
-        Most that the allocator keeps with one block above 1 MiB.
+    outside the operators allocates. The device is an accelerator; reading waits for nothing.
+    `nbytes` are the bytes beyond the session's storages when the counter was read last, 0 for
+    fewer; `most_per_block` is the most that the allocator keeps with one block above 1 MiB.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -42,22 +42,9 @@ class Holding(Protocol):
 class StepSession(Session):
     """Session whose program pauses; evicted results and known needs are kept meanwhile.
 
-    Parameters
-    ----------
-    limit
-        Bytes above the level at the beginning.
-    device
-        The device whose memory counts.
-    before_write
-        Called before the bytes of a storage change that the program does not compute. If it
-        makes a copy, it returns it, and the copy counts.
-    **settings
-        As for `Session`.
-
-    Attributes
-    ----------
-    additions
-        Gradients of the running backward that wait; they are added when memory is short.
+    `limit` is in bytes above the level at the beginning. `before_write` is called before the bytes
+    of a storage change that the program does not compute: a copy that it makes and returns counts.
+    `additions` are gradients of the running backward that wait, and are added when memory is short.
     """
 
     def __init__(
@@ -112,10 +99,7 @@ class StepSession(Session):
     def running(self) -> Iterator[None]:
         """Watch operators while the context lasts.
 
-        Raises
-        ------
-        RuntimeError
-            A budget is active already: budgets do not nest.
+        Raises RuntimeError if a budget is active already: budgets do not nest.
         """
         with running(self):
             yield
@@ -215,12 +199,7 @@ class StepSession(Session):
 def learn_needs(unknown: Unknown, segments: Iterable[Segment]) -> None:
     """Record the needs of operators that a meter measured.
 
-    Parameters
-    ----------
-    unknown
-        From `StepSession.mark_unknown`.
-    segments
-        The parts that were metered; others are ignored.
+    `unknown` comes from `StepSession.mark_unknown`; segments that it does not name are ignored.
     """
     for before, after in pairwise(segments):
         if before.name != _READY or not after.name.startswith(_RAN):

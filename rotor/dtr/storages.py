@@ -100,10 +100,7 @@ class Resizing:
 def bytes_of(swap: bool | None) -> Bytes:
     """Return the method of eviction: swapping where PyTorch can, unless `swap` decides.
 
-    Raises
-    ------
-    ValueError
-        Swapping was asked for and this PyTorch cannot.
+    Raises ValueError if swapping was asked for and this PyTorch cannot.
     """
     if swap is None:
         swap = pointers.has_storage_swap()

@@ -26,28 +26,20 @@ _POINTS = 12
 
 @dataclass(frozen=True)
 class Advice:
-    """Cost of limits for a step, and of one limit.
-
-    Attributes
-    ----------
-    curve
-        Step time against memory.
-    plain_bytes
-        Need of a step without recomputation.
-    limit_bytes
-        Limit of the advice.
-    slowdown
-        Time of a step within that limit, divided by that of the fastest; ``None``: nothing fits.
-    engine, predicted_bytes
-        Form in which training plans that step, and its peak; ``None`` where steps were run.
-    """
+    """Cost of limits for a step, and of one limit."""
 
     curve: Curve
+    """Step time against memory."""
     plain_bytes: int
+    """Need of a step without recomputation."""
     limit_bytes: int
+    """Limit of the advice."""
     slowdown: float | None
+    """Time of a step within that limit, divided by that of the fastest; ``None``: nothing fits."""
     engine: str | None = None
+    """Form in which training plans that step; ``None`` where steps were run."""
     predicted_bytes: int | None = None
+    """Peak of that step; ``None`` where steps were run."""
 
 
 def cheap_limit(curve: Curve) -> int:
@@ -75,20 +67,9 @@ def advise(
 ) -> Advice:
     """Return the cost of limits for a training step with these arguments; leave no trace.
 
-    A model without a single plan runs steps, with the sum of the outputs for a loss, within the
-    free memory of the device.
-
-    Parameters
-    ----------
-    module, args, kwargs
-        The call.
-    room
-        Room of the device, which is the limit of the advice; without it, a cheap limit is.
-
-    Raises
-    ------
-    InfeasibleError, ValueError, CaptureError
-        No plan exists.
+    `room` gives the limit of the advice; without it, a cheap limit is taken. A model without a
+    single plan runs steps, with the sum of the outputs for a loss, within the free memory of the
+    device. Raises InfeasibleError, ValueError or CaptureError if no plan exists.
     """
     device = device_of_call(module, args, kwargs)
 

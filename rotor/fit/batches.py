@@ -121,15 +121,10 @@ def unchanged(
     device: torch.device,
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
 ) -> Iterator[None]:
-    """Let the model train, without gradients at first; restore it at the end.
+    """Let the model train on a device, without gradients at first; restore it at the end.
 
-    Parameters
-    ----------
-    model, device
-        The model, and the device of its steps.
-    call
-        Arguments of a forward, which shows the parameters that forwards write to, such as clamped
-        ones: copies of these are kept. ``None``: none are.
+    `call` has the arguments of a forward, which shows the parameters that forwards write to, such
+    as clamped ones: copies of these are kept. ``None``: none are.
     """
     with (
         trial(model, (), device, is_guarded=False),

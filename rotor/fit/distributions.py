@@ -15,21 +15,11 @@ _DISTRIBUTIONS = {"uniform": 2, "normal": 4, "lognormal": 4}
 
 
 def lengths_of(text: str, seed: int = 0) -> Counter[int]:
-    """Return how often each length comes.
+    """Return how often each length comes, in a file of whole numbers or in a distribution.
 
-    Parameters
-    ----------
-    text
-        File of whole numbers, or a distribution from which a thousand are drawn:
-        ``uniform:LEAST,MOST``, ``normal:MEAN,SPREAD,LEAST,MOST`` or
-        ``lognormal:MEDIAN,SIGMA,LEAST,MOST``.
-    seed
-        Seed of the draws.
-
-    Raises
-    ------
-    ValueError
-        The text is neither, or holds no length.
+    Of a distribution a thousand lengths are drawn: ``uniform:LEAST,MOST``,
+    ``normal:MEAN,SPREAD,LEAST,MOST`` or ``lognormal:MEDIAN,SIGMA,LEAST,MOST``. Raises ValueError if
+    the text is neither, or holds no length.
     """
     name, _, rest = text.partition(":")
     if name in _DISTRIBUTIONS:

@@ -29,48 +29,32 @@ __all__ = ["LengthCost", "LengthsCost", "cost_of_lengths", "lengths_of"]
 
 @dataclass(frozen=True, slots=True)
 class LengthCost:
-    """Steps of one length, as they ran; bytes are above the level at which a step begins.
-
-    Attributes
-    ----------
-    length
-        The length.
-    fits
-        True if a step runs within the limit.
-    least_bytes
-        Least limit for which a plan was found; ``None`` without a single plan.
-    measured_bytes, seconds
-        Peak and time of a step within the limit; ``None`` if it does not fit.
-    plain_bytes, plain_seconds
-        Peak and time of a plain step; ``None`` if the device has no room for it.
-    """
+    """Steps of one length, as they ran; bytes are above the level at which a step begins."""
 
     length: int
     fits: bool
+    """True if a step runs within the limit."""
     least_bytes: int | None
+    """Least limit for which a plan was found; ``None`` without a single plan."""
     measured_bytes: int | None
+    """Peak of a step within the limit; ``None`` if it does not fit."""
     seconds: float | None
+    """Time of that step."""
     plain_bytes: int | None
+    """Peak of a plain step; ``None`` if the device has no room for it."""
     plain_seconds: float | None
+    """Time of that step."""
 
 
 @dataclass(frozen=True)
 class LengthsCost:
-    """Result of `cost_of_lengths`.
-
-    Attributes
-    ----------
-    limit_bytes
-        The limit.
-    lengths
-        How often each length comes.
-    rows
-        Lengths that ran, ascending.
-    """
+    """Result of `cost_of_lengths`."""
 
     limit_bytes: int
     lengths: Mapping[int, int]
+    """Number of times that each length comes."""
     rows: tuple[LengthCost, ...]
+    """Lengths that ran, ascending."""
 
     @property
     def fitting_share(self) -> float:
@@ -88,10 +72,7 @@ class LengthsCost:
     def seconds(self, name: str) -> float | None:
         """Return the seconds of a batch on average, over the lengths that fit.
 
-        Parameters
-        ----------
-        name
-            "seconds" with the limit, or "plain_seconds".
+        `name` is "seconds", for steps within the limit, or "plain_seconds".
         """
         rows = [row for row in self.rows if row.fits]
         known = [(row.length, getattr(row, name)) for row in rows]
@@ -183,30 +164,13 @@ def cost_of_lengths(
 ) -> LengthsCost:
     """Run training steps of a few lengths within a limit and plainly, and weigh them.
 
-    The model is restored afterwards, as by `rotor.largest_batch`.
-
-    Parameters
-    ----------
-    model
-        Any module, on the device that it is trained on.
-    sample
-        One batch: a tensor, a tuple of arguments, or a dictionary of keyword arguments. Tensors as
-        long in their second dimension as the first tensor are cut, or repeated, along it.
-    lengths
-        How often each length comes (`lengths_of`).
-    mem_limit, total_limit
-        As for `rotor.Checkpointable`.
-    loss_fn
-        Loss of the output; by default the output's own loss, or the sum of its tensors.
-    engine, options
-        As for `rotor.Checkpointable`.
-    points
-        Most lengths to run; figures of the others lie on straight lines between theirs.
-
-    Raises
-    ------
-    ValueError
-        The sample has no second dimension, or no length is given.
+    `sample` is one batch: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+    Tensors as long in their second dimension as the first tensor are cut, or repeated, along it.
+    `lengths` says how often each length comes (`lengths_of`); at most `points` of them are run, and
+    figures of the others lie on straight lines between theirs. The loss of the output is by default
+    the output's own, or the sum of its tensors; limits and options are as for
+    `rotor.Checkpointable`. The model is restored afterwards, as by `rotor.largest_batch`. Raises
+    ValueError if the sample has no second dimension, or no length is given.
     """
     if not lengths or points < 1:
         raise ValueError("lengths or points are missing: expected at least one of each")

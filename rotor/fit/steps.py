@@ -39,25 +39,17 @@ _HALVINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class RanStep:
-    """Step under a limit, as it ran.
-
-    Attributes
-    ----------
-    limit_bytes
-        The limit.
-    fits
-        True if the step ran within it.
-    measured_bytes, seconds
-        Peak above the level at its start, and median time; ``None`` if it did not run to its end.
-    least_bytes
-        Least limit that is known to be needed; ``None`` if unknown.
-    """
+    """Step under a limit, as it ran."""
 
     limit_bytes: int
     fits: bool
+    """True if the step ran within the limit."""
     measured_bytes: int | None = None
+    """Peak above the level at its start; ``None`` if it did not run to its end."""
     seconds: float | None = None
+    """Median time; ``None`` if it did not run to its end."""
     least_bytes: int | None = None
+    """Least limit that is known to be needed; ``None`` if unknown."""
 
 
 def has_single_plan(model: Checkpointable) -> bool:
@@ -94,20 +86,10 @@ def settle(model: Checkpointable, step: Callable[[], object]) -> None:
 class LimitedSteps:
     """Steps of one batch under one limit after the other, for a model without a single plan.
 
-    A model in parts is first run at the least peak of its parts, which shows the memory of the
-    code between them. A limit that the parts cannot keep is given to the dynamic engine, which
-    refuses an operation before it exceeds the limit.
-
-    Parameters
-    ----------
-    model
-        Wrapped model, measured on the batch.
-    step_of
-        Function that makes a whole training step of a wrapped model.
-    device
-        Device of the steps.
-    dynamic
-        Function that wraps the model for the dynamic engine.
+    The wrapped `model` was measured on the batch. A model in parts is first run at the least peak
+    of its parts, which shows the memory of the code between them. A limit that the parts cannot
+    keep is given to the dynamic engine, for which `dynamic` wraps the model: it refuses an
+    operation before it exceeds the limit. `step_of` makes a whole training step of a wrapped model.
     """
 
     def __init__(
@@ -193,25 +175,11 @@ def measured_curve(
     on_step: Callable[[RanStep], None] = lambda ran: None,
     limit_bytes: int | None = None,
 ) -> Curve:
-    """Return step time against memory, by steps that are run within a limit.
+    """Return step time against memory, by steps that are run within limits up to `most_bytes`.
 
-    Parameters
-    ----------
-    steps
-        The steps.
-    most_bytes
-        Largest limit.
-    points
-        Number of limits from the least to the peak without recomputation.
-    on_step
-        Function called with each step that ran, or was refused.
-    limit_bytes
-        Limit of interest, which is run too.
-
-    Raises
-    ------
-    InfeasibleError
-        No step fits in the largest limit.
+    There are `points` limits from the least to the peak without recomputation, and `limit_bytes`, a
+    limit of interest. `on_step` is called with each step that ran, or was refused. Raises
+    InfeasibleError if no step fits in the largest limit.
     """
     least_parts = steps.meter_parts()
 
