@@ -113,21 +113,14 @@ _warm_ups = _whole(0, ": runs that are not timed (the flag --dry-run says what w
 
 @dataclass(frozen=True)
 class Option:
-    """One thing that a command, its ``extra_params`` or the defaults may set for a trial.
-
-    Attributes
-    ----------
-    check
-        Takes the value and its path.
-    default
-        None where a key of the whole configuration gives it.
-    types
-        Types of command that it has a meaning for.
-    """
+    """One thing that a command, its ``extra_params`` or the defaults may set for a trial."""
 
     check: Check
+    """Function of the value and its path."""
     default: Any
+    """None where a key of the whole configuration gives it."""
     types: tuple[str, ...]
+    """Types of command that it has a meaning for."""
 
 
 _RUNS = ("baseline", "dtr")

@@ -187,12 +187,7 @@ def _digest(path: Path) -> str:
 def open_log(path: str, digest: str) -> Log:
     """Return the log at a path; the last two are kept by this process.
 
-    Parameters
-    ----------
-    path
-        The file.
-    digest
-        Of its bytes, so that a changed file is read again.
+    The digest of its bytes makes a changed file be read again.
     """
     del digest
     with warnings.catch_warnings():
@@ -204,9 +199,6 @@ def open_log(path: str, digest: str) -> Log:
 def read_results(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     """Return the fields of a ``data/<name>.json``, without its header.
 
-    Raises
-    ------
-    ValueError
-        It is not JSON, or of another experiment or version.
+    Raises ValueError if the file is not JSON, or of another experiment or version.
     """
     return check_header(read_json(path), f"rotor.experiment.{name}", VERSION)

@@ -55,29 +55,20 @@ _PRECISION = 1 << 10
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a piece.
-
-    Attributes
-    ----------
-    kept_bytes
-        Bytes between its forward and its backward, its inputs not counted.
-    forward_bytes, backward_bytes
-        The most that is live while it runs, above the level before it. The backward includes the
-        kept bytes.
-    time_ns
-        Forward and backward, recomputation and waits for a second tier included.
-    tier_bytes
-        Bytes of its place in the second tier.
-    link_ns
-        Time of its transfers to the tier and back, most of them beside the computation.
-    """
+    """One way to run a piece."""
 
     kept_bytes: int
+    """Bytes between its forward and its backward, its inputs not counted."""
     forward_bytes: int
+    """The most that is live while its forward runs, above the level before it."""
     backward_bytes: int
+    """The same of its backward, with the kept bytes."""
     time_ns: int
+    """Forward and backward, recomputation and waits for a second tier included."""
     tier_bytes: int = 0
+    """Bytes of its place in the second tier."""
     link_ns: int = 0
+    """Time of its transfers to the tier and back, most of them beside the computation."""
 
     @property
     def cost_ns(self) -> int:
@@ -87,20 +78,16 @@ class Option:
 
 @dataclass(frozen=True)
 class Bases:
-    """Bytes that are resident under every choice, above the level at which the step begins.
-
-    Attributes
-    ----------
-    forward, backward
-        While piece ``i`` runs.
-    between
-        The most while the eager code before piece ``i`` runs, forward or backward; the last entry
-        is for the code after the last piece, and the loss.
-    """
+    """Bytes that are resident under every choice, above the level at which the step begins."""
 
     forward: tuple[int, ...]
+    """Bytes while the forward of each piece runs."""
     backward: tuple[int, ...]
+    """Bytes while the backward of each piece runs."""
     between: tuple[int, ...]
+    """The most while the eager code before each piece runs, forward or backward; the last entry is
+    for the code after the last piece, and the loss.
+    """
 
     def __post_init__(self) -> None:
         if len(self.backward) != len(self.forward) or len(self.between) != len(self.forward) + 1:
@@ -121,14 +108,9 @@ def largest_bases(found: Sequence[Bases]) -> Bases:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A choice, priced; peaks are bytes above the level at which the step begins.
+    """A choice, priced: its time, and the peaks in each part of the step, as in `Bases`.
 
-    Attributes
-    ----------
-    forward, backward, between
-        The peak in each part of the step, as in `Bases`.
-    time_ns, tier_bytes
-        Of all pieces.
+    Peaks are bytes above the level at which the step begins.
     """
 
     forward: npt.NDArray[np.int64]
@@ -162,17 +144,7 @@ def undominated(options: Sequence[Option]) -> list[Option]:
 
 
 def simulate(pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[int]) -> Simulation:
-    """Return peaks and time of a choice.
-
-    Parameters
-    ----------
-    pieces
-        The options of each piece, in the order of the forward.
-    bases
-        Bytes that are resident under every choice.
-    choice
-        The number of an option for each piece.
-    """
+    """Return peaks and time of a choice, which is the number of an option for each piece."""
     chosen = [options[k] for options, k in zip(pieces, choice, strict=True)]
     kept = np.cumsum([0, *(option.kept_bytes for option in chosen)], dtype=np.int64)
 
@@ -191,15 +163,7 @@ def simulate(pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[
 def peak_of(
     pieces: Sequence[Sequence[Option]], bases: Bases, choice: Sequence[int], names: Sequence[str]
 ) -> Peak:
-    """Return the piece at the peak of a choice, and its bytes in parts.
-
-    Parameters
-    ----------
-    pieces, bases, choice
-        As for `simulate`.
-    names
-        Names of the pieces.
-    """
+    """Return the piece at the peak of a choice, and its bytes in parts."""
     found = simulate(pieces, bases, choice)
     kept = np.cumsum(
         [0, *(options[k].kept_bytes for options, k in zip(pieces, choice, strict=True))]
@@ -225,30 +189,13 @@ def choose(
     limit_bytes: int,
     tier_limit_bytes: int | None = None,
 ) -> list[int]:
-    """Return the fastest choice that never passes the limit.
+    """Return the fastest choice that never passes the limit: an option's number for each piece.
 
     What later pieces can do depends on the past only through the sum of what is kept, and less is
     never worse: states are the Pareto frontier of kept bytes and time. Under a limit of the second
-    tier they are in classes by the bytes there, and such a frontier is kept of each class.
-
-    Parameters
-    ----------
-    pieces, bases
-        As for `simulate`.
-    limit_bytes
-        The most bytes that may be live at any moment.
-    tier_limit_bytes
-        The most bytes of all pieces in the second tier; ``None`` for any.
-
-    Returns
-    -------
-    list of int
-        The number of an option for each piece.
-
-    Raises
-    ------
-    InfeasibleError
-        No choice fits; ``minimum_bytes`` is the least limit that has one.
+    tier, on the bytes of all pieces there, they are in classes by these bytes, and such a frontier
+    is kept of each class. Raises InfeasibleError if no choice fits; its ``minimum_bytes`` is the
+    least limit that has one.
     """
     found, most = None, tier_limit_bytes
     if bases.between[0] <= limit_bytes:

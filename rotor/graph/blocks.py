@@ -30,29 +30,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of a sequence of allocations and frees.
-
-    Attributes
-    ----------
-    allocated_peak_bytes
-        Most bytes of blocks in use; a block may be larger than what was asked for.
-    reserved_peak_bytes
-        Most bytes taken from the device.
-    """
+    """Bytes of a sequence of allocations and frees."""
 
     allocated_peak_bytes: int
+    """Most bytes of blocks in use; a block may be larger than what was asked for."""
     reserved_peak_bytes: int
+    """Most bytes taken from the device."""
 
 
 def replay(events: npt.NDArray[np.int64], *, expandable: bool = False) -> BlockBytes:
     """Return the bytes of a sequence of events, from an empty allocator.
 
-    Parameters
-    ----------
-    events
-        Bytes to allocate, not negative, or -1 - k for the free of the k-th allocation, int64 [n].
-    expandable
-        True if segments grow (``expandable_segments:True``).
+    Events are bytes to allocate, not negative, or -1 - k for the free of the k-th allocation, int64
+    [n]. With `expandable`, segments grow (``expandable_segments:True``).
     """
     figures, _ = _core.replay_blocks(events, expandable, 0, False)
     return BlockBytes(figures["allocated_peak_bytes"], figures["reserved_peak_bytes"])
@@ -97,19 +87,9 @@ def program_bytes(
 ) -> BlockBytes:
     """Return the bytes of a program, the largest of several orders within its operations.
 
-    These are the known ones, and two in which the workspace of an operation is one block, made
-    before its results or after them: a kernel need not do in a step what it did alone.
-
-    Parameters
-    ----------
-    program
-        Program of known storages.
-    beside
-        Bytes of blocks in use from the beginning to the end.
-    orders
-        Known orders within each operation, the first and the last of which are taken.
-    expandable
-        As of `replay`.
+    These are the first and the last of the known `orders`, and two in which the workspace of an
+    operation is one block, made before its results or after them: a kernel need not do in a step
+    what it did alone. `beside` are the bytes of blocks in use from the beginning to the end.
     """
     replayed = [
         replay(each.inside, expandable=expandable)
@@ -145,27 +125,18 @@ def _variants(
 
 @dataclass(frozen=True)
 class PoolBytes:
-    """Bytes of a program that runs in a private pool, which is there before it begins.
-
-    Attributes
-    ----------
-    piece_bytes
-        Bytes of the piece that the pool takes from the device for blocks above 1 MiB; 0: none.
-    small_segments
-        Number of segments that it takes for the others.
-    pool_bytes
-        Most bytes that the pool has taken, in the course of the program.
-    outside_bytes
-        Most bytes that are taken outside of the pool, for what outlives the program.
-    large_bytes
-        Most bytes of its blocks above 1 MiB at a time, which a piece without any hole has.
-    """
+    """Bytes of a program that runs in a private pool, which is there before it begins."""
 
     piece_bytes: int
+    """Bytes of the piece that the pool takes from the device for blocks above 1 MiB; 0: none."""
     small_segments: int
+    """Number of segments that it takes for the others."""
     pool_bytes: int
+    """Most bytes that the pool has taken, in the course of the program."""
     outside_bytes: int
+    """Most bytes that are taken outside of the pool, for what outlives the program."""
     large_bytes: int
+    """Most bytes of its blocks above 1 MiB at a time, which a piece without any hole has."""
 
     @property
     def reserved_peak_bytes(self) -> int:
@@ -186,16 +157,10 @@ def pool_bytes(
     *,
     orders: Sequence[Orders | None] | None = None,
 ) -> PoolBytes:
-    """Return the bytes of a program in a private pool, the largest of orders as above.
+    """Return the bytes of a program in a private pool, the largest of `program_bytes`' orders.
 
-    Results that outlive the program are made outside of the pool, or copied there.
-
-    Parameters
-    ----------
-    program, beside, orders
-        As of `program_bytes`; the blocks beside the program may be in the pool, or outside.
-    outliving
-        Numbers of the storages that outlive the program.
+    Results in the storages `outliving` are made outside of the pool, or copied there. The blocks
+    beside the program may be in the pool, or outside.
     """
     found = _every_order(program, outliving, beside, orders)
     outside_bytes = max(replay(each.outside).reserved_peak_bytes for each in found)
@@ -238,12 +203,7 @@ def program_events(
 ) -> npt.NDArray[np.int64]:
     """Return the allocations and frees of a program, in order, as events of `replay`.
 
-    Parameters
-    ----------
-    program, beside, orders
-        As of `program_bytes`.
-    is_second
-        True for the second of the two orders within each operation.
+    `is_second` chooses the second of the two orders within each operation.
     """
     return _split_events(program, (), beside, orders, is_second).inside
 
@@ -254,16 +214,8 @@ def runs_outside(
     """Return whether a run takes all its memory outside of the pool of its program.
 
     It does if all used results outlive the program, and its workspace is not larger than these. Of
-    other runs, the results that outlive the program are copied.
-
-    Parameters
-    ----------
-    is_loss, workspace_bytes
-        Facts on the operation.
-    kept_bytes
-        Sizes of its used results, by number of the storage.
-    outliving
-        Numbers of the storages that outlive the program.
+    other runs, the results that outlive the program are copied. `kept_bytes` has the sizes of the
+    used results by number of the storage; `outliving` are such numbers.
     """
     if is_loss:
         return True
@@ -353,10 +305,7 @@ class _Writer:
     ) -> list[tuple[int, int]]:
         """Allocate for a run, in an order; free the results that nothing reads.
 
-        Returns
-        -------
-        list of (int, int)
-            Results that are copied, with their allocations, which have still to be freed.
+        Returns the results that are copied, with their allocations, which have still to be freed.
         """
         places: list[int] = []
         made: dict[int, int] = {}

@@ -24,22 +24,9 @@ def graph_of_chain(chain: Chain) -> Graph:
 
     Operations 0 to n - 1 are the forwards, n is the loss, and 2 n - i is the backward of stage i. A
     forward makes the output and, lazily, the rest of what its backward keeps; the backward reads
-    both, which then come from the same run.
-
-    Parameters
-    ----------
-    chain
-        Chain in which each output is part of what its stage keeps.
-
-    Returns
-    -------
-    Graph
-        Its storages are no ones for a second tier: autograd holds a tape and its inputs.
-
-    Raises
-    ------
-    ValueError
-        ``xbar_bytes`` of a stage is below ``x_bytes`` of its output.
+    both, which then come from the same run. No storage can move to a second tier: autograd holds a
+    tape and its inputs. Raises ValueError if ``xbar_bytes`` of a stage is below ``x_bytes`` of its
+    output.
     """
     n, storages = len(chain), list[Storage]()
     for i in range(n):
@@ -89,20 +76,10 @@ def graph_of_chain(chain: Chain) -> Graph:
 
 
 def program_of_sequence(sequence: Sequence, graph: Graph) -> Program:
-    """Return the program of a chain's sequence.
+    """Return the program of a chain's sequence on the graph that `graph_of_chain` returned.
 
-    Parameters
-    ----------
-    sequence
-        Schedule of the chain.
-    graph
-        What `graph_of_chain` returned for that chain.
-
-    Raises
-    ------
-    InvalidSequenceError
-        A stage runs again while a later backward reads what its consumer keeps of an earlier run,
-        which no algorithm asks for.
+    Raises InvalidSequenceError if a stage runs again while a later backward reads what its consumer
+    keeps of an earlier run, which no algorithm asks for.
     """
     n = len(graph) // 2
     numbers = [2 * n - i if kind == BACKWARD else i for kind, i in sequence.codes.tolist()]
@@ -110,20 +87,10 @@ def program_of_sequence(sequence: Sequence, graph: Graph) -> Program:
 
 
 def sequence_of_program(program: Program, chain: Chain) -> Sequence:
-    """Return the sequence of a program of a chain's graph.
+    """Return the sequence of a valid program of a chain's graph, priced by the chain.
 
-    Parameters
-    ----------
-    program
-        Valid program of the graph of `chain`.
-    chain
-        Chain that prices the sequence.
-
-    Returns
-    -------
-    Sequence
-        Fe where the backward reads the tape of a run, Fck where a later run reads its input, and Fn
-        for other forwards.
+    It has Fe where the backward reads the tape of a run, Fck where a later run reads its input, and
+    Fn for other forwards.
     """
     n, codes = len(chain), list[tuple[int, int]]()
     has_tape, is_kept = [False] * n, [False] * n

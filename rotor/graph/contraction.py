@@ -10,15 +10,10 @@ __all__ = ["block_of", "blocks", "contract", "forward_part", "places"]
 
 
 def block_of(module: str) -> str:
-    """Return the block that a module belongs to, by its path.
+    """Return the block that a module belongs to, by its path; an empty path is the model itself.
 
     The result ends with the first number in the path, as members of lists and sequences have one
     ("layers.3" for "layers.3.attention.query"); without a number, with the second last name.
-
-    Parameters
-    ----------
-    module
-        Names with dots between them; empty for the model itself.
     """
     parts = module.split(".")
     for length, part in enumerate(parts, 1):
@@ -187,10 +182,7 @@ def _common(paths: Iterable[str]) -> str:
 def forward_part(graph: Graph) -> Graph:
     """Return the operations of the forward, and their storages.
 
-    Raises
-    ------
-    ValueError
-        The graph has no forward.
+    Raises ValueError if the graph has no forward.
     """
     chosen = [op for op in graph.operations if op.phase == "forward"]
     kept = sorted(s for op in chosen for s in op.outputs)

@@ -12,17 +12,9 @@ __all__ = ["peak_of"]
 
 
 def peak_of(program: Program) -> Peak:
-    """Return the operation at the peak of a program, and its bytes in parts.
+    """Return the operation at the peak of a program, and its bytes in parts that add up to it.
 
-    Parameters
-    ----------
-    program
-        Any program; a transfer of a second tier belongs to the run that follows it.
-
-    Returns
-    -------
-    Peak
-        Its parts add up to the peak.
+    A transfer of a second tier belongs to the run that follows it.
     """
     graph, actions = program.graph, program.actions.tolist()
     n = len(graph)

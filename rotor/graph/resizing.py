@@ -17,10 +17,7 @@ __all__ = ["Resizing"]
 class Resizing:
     """Source of graphs of the same operations on storages of other sizes, at other costs.
 
-    Parameters
-    ----------
-    graph
-        Plain graph to begin with; a program of it is one of every graph made here.
+    A program of the plain graph to begin with is one of every graph made here.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -41,17 +38,8 @@ class Resizing:
     ) -> Graph:
         """Return the graph of these sizes and costs, in a time that no check of it needs.
 
-        Parameters
-        ----------
-        storage_bytes
-            Size of each storage.
-        cost_ns, workspace_bytes
-            Time and workspace of each operation.
-
-        Raises
-        ------
-        ValueError
-            A number is missing, or out of range.
+        There is a size for each storage, a time and a workspace for each operation. Raises
+        ValueError if a number is missing, or out of range.
         """
         counts = (len(self._graph.storages), len(self._graph), len(self._graph))
         for name, values, count in zip(

@@ -14,19 +14,10 @@ _NS = 1e9
 
 
 class Transfer(NamedTuple):
-    """Transfer of a storage.
-
-    Attributes
-    ----------
-    kind
-        "written" or "fetched".
-    storage, nbytes
-        Storage, and its bytes.
-    begin_ns, end_ns
-        Moments of the predicted step.
-    """
+    """Transfer of a storage, from one moment of the predicted step to another."""
 
     kind: str
+    """"written" or "fetched"."""
     storage: int
     nbytes: int
     begin_ns: int
@@ -35,32 +26,20 @@ class Transfer(NamedTuple):
 
 @dataclass
 class Transfers:
-    """Predicted step of a program on the clock of its operations.
-
-    Attributes
-    ----------
-    moved
-        Transfers, in the order in which they begin.
-    waits_ns
-        Time that each run waits for the tier before it, the waits of finished offloads included.
-    end_ns
-        End of the step.
-    """
+    """Predicted step of a program on the clock of its operations."""
 
     moved: list[Transfer] = field(default_factory=list)
+    """Transfers, in the order in which they begin."""
     waits_ns: list[int] = field(default_factory=list)
+    """Time that each run waits for the tier before it, the waits of finished offloads included."""
     end_ns: int = 0
+    """End of the step."""
 
 
 def transfers_of(program: Program, least_ns: int = 0) -> Transfers:
     """Return the transfers of a program.
 
-    Parameters
-    ----------
-    program
-        Any program.
-    least_ns
-        Least duration of a run; a page or trace shows none shorter.
+    Runs last at least `least_ns`; a page or trace shows none shorter.
     """
     graph, link, found = program.graph, program.link, Transfers()
     runs, storages = len(graph), len(graph.storages)

@@ -253,16 +253,9 @@ class K_graph:
 def build_k(
     trace: Trace, step: Graph, grouped: Grouped, units: Sequence[Unit], sg: S_graph
 ) -> K_graph:
-    """Return the graph of forward and backward.
+    """Return the graph of forward and backward, from the captured step and its cost model.
 
-    Parameters
-    ----------
-    trace, step
-        The captured step and its cost model.
-    grouped, units
-        Results of `group` and `units_of`.
-    sg
-        The simplified forward.
+    `grouped` and `units` are the results of `group` and `units_of`.
     """
     return _Builder(trace, step, grouped, units, sg).run()
 

@@ -21,15 +21,10 @@ __all__ = ["block_names", "block_of_k", "block_of_s", "classes", "cut"]
 
 
 def cut(sg: S_graph) -> list[list[int]]:
-    """Return the numbers of the nodes of each block, in order.
+    """Return the numbers of the nodes of each block of a simplified forward, in order.
 
-    A node ends a block where everything after it depends on what comes before it through this
-    node alone. Inputs and constants exist all the time and hold no block together.
-
-    Parameters
-    ----------
-    sg
-        The simplified forward.
+    A node ends a block where everything after it depends on what comes before it through this node
+    alone. Inputs and constants exist all the time and hold no block together.
     """
     last = len(sg.nodes)
     reach = [
@@ -126,15 +121,7 @@ def classes(texts: Sequence[str]) -> list[list[int]]:
 
 
 def block_of_s(sg: S_graph, block: Sequence[int]) -> S_graph:
-    """Return one block of a simplified forward, with nodes of its own.
-
-    Parameters
-    ----------
-    sg
-        The simplified forward.
-    block
-        Numbers of the nodes.
-    """
+    """Return one block of a simplified forward, given by its numbers, with nodes of its own."""
     ahead = len(sg.graph) - len(sg.nodes)
     graph = part_of(sg.graph, [ahead + number for number in block], loss=False).graph
     copies = {sg.nodes[k]: replace(sg.nodes[k], number=i) for i, k in enumerate(block)}
@@ -178,12 +165,7 @@ def block_of_s(sg: S_graph, block: Sequence[int]) -> S_graph:
 def block_of_k(kg: K_graph, sg: S_graph) -> K_graph:
     """Return the nodes of one block of a graph of forward and backward, as a graph of their own.
 
-    Parameters
-    ----------
-    kg
-        The whole graph.
-    sg
-        The block of the simplified forward.
+    `sg` is the block of the simplified forward.
     """
     names = {node.main_target for node in sg.nodes}
     chosen = [kcn for kcn in kg.list_kcn if kcn.main_target in names and kcn is not kg.loss_kcn]

@@ -31,38 +31,24 @@ _LARGEST_CONSTANT = 1 << 20
 
 @dataclass
 class Grouped:
-    """Nodes of a capture in groups, one for each S node.
-
-    Attributes
-    ----------
-    members
-        For each S node its forward nodes, in the order of the capture; the last of `roots` first.
-    roots
-        For each S node its main operation.
-    init
-        Nodes of the inputs: constants that several nodes read, and views.
-    home
-        For each forward node the number of its S node; -1 for `init`.
-    effects
-        Nodes that only new values of buffers or inputs are computed from.
-    """
+    """Nodes of a capture in groups, one for each S node."""
 
     members: list[list[fx.Node]]
+    """For each S node its forward nodes, in the order of the capture; the last of `roots` first."""
     roots: list[fx.Node]
+    """For each S node its main operation."""
     init: list[fx.Node]
+    """Nodes of the inputs: constants that several nodes read, and views."""
     home: dict[fx.Node, int]
+    """For each forward node the number of its S node; -1 for `init`."""
     effects: set[fx.Node]
+    """Nodes that only new values of buffers or inputs are computed from."""
 
 
 def group(trace: Trace, step: Graph) -> Grouped:
     """Return the groups that the operations of a forward are merged into.
 
-    Parameters
-    ----------
-    trace
-        The captured step.
-    step
-        Its cost model.
+    `step` is the cost model of the captured step.
     """
     return _Grouping(trace, step).run()
 

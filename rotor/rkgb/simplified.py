@@ -166,14 +166,9 @@ class S_graph:
 
 
 def build_s(trace: Trace, step: Graph, grouped: Grouped) -> S_graph:
-    """Return the simplified forward.
+    """Return the simplified forward of a captured step.
 
-    Parameters
-    ----------
-    trace, step
-        The captured step and its cost model.
-    grouped
-        Result of `group`.
+    `step` is its cost model, `grouped` the result of `group`.
     """
     infos = value_infos(trace, step)
     given = input_nodes(trace)

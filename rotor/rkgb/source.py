@@ -30,20 +30,10 @@ _BLIND = ("native_batch_norm_backward",)
 def argument_names(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[int, str]]:
-    """Return the arguments of a call by name, and for each tensor the expression that reads it.
+    """Return the arguments of a call by name, and the expressions that read their tensors.
 
-    Parameters
-    ----------
-    module
-        The module that is called.
-    args, kwargs
-        Its arguments, by position and by name.
-
-    Returns
-    -------
-    tuple
-        Arguments by the names of the forward; expressions such as ``batch['ids']`` by the ids of
-        the tensors.
+    Names are those of the forward of `module`; expressions, such as ``batch['ids']``, are by the
+    ids of the tensors.
     """
     given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     found: dict[int, str] = {}
@@ -67,33 +57,12 @@ def _leaves(expression: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 class Trace:
     """A captured step, its nodes by phase, and the text of their statements.
 
-    Parameters
-    ----------
-    step
-        The captured step.
-    module
-        The module.
-    primals
-        Tensors that the capture took as inputs.
-    inputs
-        For each tensor among the arguments, by its id, the expression that reads it.
-
-    Attributes
-    ----------
-    forward
-        Nodes of the forward in the order of the capture, inputs left out.
-    backward
-        Nodes of the backward in that order, tangents left out.
-    outputs
-        Nodes that the forward returns, in order.
-    mutations
-        Inputs that the forward changes in place, each with the node of its new value.
-    names
-        The text that reads each input.
-    constants
-        Values of names such as ``_cst_0_`` that statements read.
-    parameters
-        Inputs that are parameters.
+    `primals` are the tensors that the capture took as inputs; `inputs` has for each tensor among
+    the arguments, by its id, the expression that reads it. `forward` and `backward` are nodes in
+    the order of the capture, without inputs and tangents; `outputs` are the nodes that the forward
+    returns, in order. `mutations` are inputs that the forward changes in place, each with the node
+    of its new value. `names` has the text that reads each input, `constants` the values of names
+    such as ``_cst_0_`` that statements read, and `parameters` the inputs that are parameters.
     """
 
     def __init__(

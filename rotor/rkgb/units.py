@@ -18,24 +18,16 @@ __all__ = ["Part", "Unit", "contracted", "is_repeatable", "part_of", "units_of"]
 
 @dataclass
 class Unit:
-    """Operations of one computation.
-
-    Attributes
-    ----------
-    phase
-        "forward", "loss" or "backward".
-    owner
-        Number of the S node; -1 for the inputs' node and the loss.
-    operations
-        Numbers of its operations in the graph of the step, in order.
-    part
-        0, 1, ... where the backward of a node runs in several parts.
-    """
+    """Operations of one computation."""
 
     phase: str
+    """"forward", "loss" or "backward"."""
     owner: int
+    """Number of the S node; -1 for the inputs' node and the loss."""
     operations: list[int]
+    """Numbers of its operations in the graph of the step, in order."""
     part: int = 0
+    """0, 1, ... where the backward of a node runs in several parts."""
 
 
 def units_of(trace: Trace, grouped: Grouped) -> list[Unit]:
@@ -146,16 +138,8 @@ def contracted(
 ) -> Graph:
     """Return the graph in which each group of computations is one operation.
 
-    Parameters
-    ----------
-    step
-        The graph of the step.
-    units
-        Computations in groups, all of them in order.
-    labels
-        Names of the groups.
-    modules
-        Their modules; by default the common part of the modules of their operations.
+    The groups hold all computations in order. Their modules are by default the common part of the
+    modules of their operations.
     """
     flat = [unit for some in units for unit in some]
     order = [index for unit in flat for index in unit.operations]
@@ -182,15 +166,7 @@ def contracted(
 
 
 def is_repeatable(step: Graph, members: Sequence[int]) -> bool:
-    """Return True if operations can run again, except the ones that run once.
-
-    Parameters
-    ----------
-    step
-        The graph of the step.
-    members
-        Numbers of the operations.
-    """
+    """Return True if these operations of a step can run again, except the ones that run once."""
     once = [step.operations[k] for k in members if step.operations[k].once]
     again = [step.operations[k] for k in members if not step.operations[k].once]
     made = {s for op in once for s in op.outputs}
@@ -199,33 +175,20 @@ def is_repeatable(step: Graph, members: Sequence[int]) -> bool:
 
 @dataclass
 class Part:
-    """Some operations of a graph as a graph of their own.
-
-    Attributes
-    ----------
-    graph
-        The part.
-    operations, storages
-        Their numbers in it, by their numbers in the whole.
-    """
+    """Some operations of a graph as a graph of their own."""
 
     graph: Graph
     operations: dict[int, int]
+    """Their numbers in the part, by their numbers in the whole."""
     storages: dict[int, int]
+    """The same of their storages."""
 
 
 def part_of(graph: Graph, chosen: Iterable[int], *, loss: bool) -> Part:
     """Return some operations of a graph; the results of all others exist from the start.
 
-    Parameters
-    ----------
-    graph
-        The whole graph.
-    chosen
-        Numbers of operations, the loss not among them.
-    loss
-        Replace the operations between forward and backward by one that makes, at no cost, the
-        values that these operations read.
+    `chosen` are numbers of operations, the loss not among them. With `loss`, the operations between
+    forward and backward are replaced by one that makes, at no cost, the values that these read.
     """
     picked = sorted(chosen)
     operations = [graph.operations[k] for k in picked]

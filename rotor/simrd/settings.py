@@ -130,12 +130,8 @@ def make_settings(
 ) -> tuple[str, Settings]:
     """Return the name of the heuristic and the setting; check all but the budget and the limit.
 
-    Raises
-    ------
-    ValueError
-        A value is out of range, a heuristic or runtime is unknown, or one cannot serve the other.
-    TypeError
-        A value is of a wrong type.
+    Raises ValueError if a value is out of range, a heuristic or runtime is unknown, or one cannot
+    serve the other, and TypeError if a value is of a wrong type.
     """
     found = runtimes.get(runtime)
     name = heuristics.check(heuristic, found.serves, found.name)

@@ -219,12 +219,8 @@ def stage_chain(cuts: Cuts) -> tuple[Chain, list[int]]:
     """Return the chain between the articulations, and where its stages begin.
 
     Its sizes are the bytes of storages, its temporaries the bytes that a forward makes and drops;
-    algorithms plan on it, the schedule is priced on the program.
-
-    Returns
-    -------
-    Chain, list of int
-        n stages; n + 1 positions among the forward operations, 0 and their number included.
+    algorithms plan on it, the schedule is priced on the program. For n stages there are n + 1
+    positions among the forward operations, 0 and their number included.
     """
     program = cuts.program
     bounds = [0, *cuts.articulations(), len(cuts.forward)]
