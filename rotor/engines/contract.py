@@ -228,24 +228,14 @@ class Settings:
 
 
 class Refusal(NamedTuple):
-    """Refusal of a kind of step by an engine.
-
-    Attributes
-    ----------
-    engine
-        Number of the engine that takes over.
-    device
-        Device of such steps.
-    reason
-        Reason, as text.
-    why
-        Reasons of all engines that were asked, by name.
-    """
+    """Refusal of a kind of step by an engine."""
 
     engine: int
+    """Number of the engine that takes over."""
     device: torch.device
     reason: str
     why: dict[str, str]
+    """Reasons of all engines that were asked, by name."""
 
 
 @dataclass
@@ -367,29 +357,16 @@ StartMeter = Callable[[], StepWatch | None]
 
 
 class Engine(ABC):
-    """Way to run training steps within a limit.
-
-    Parameters
-    ----------
-    context
-        Context shared with the other engines of the model.
-
-    Attributes
-    ----------
-    name
-        Name in messages.
-    published
-        Names of the engine's attributes that the wrapper publishes.
-    depends_on_structure
-        True to drop measures and plans when modules or parameters of the model are exchanged.
-    plans_ahead
-        True if a plan is known before the first step under it.
-    """
+    """Way to run training steps within a limit; the engines of a model share one context."""
 
     name: ClassVar[str]
+    """Name in messages."""
     published: ClassVar[frozenset[str]] = frozenset()
+    """Names of the engine's attributes that the wrapper publishes."""
     depends_on_structure: ClassVar[bool] = True
+    """True to drop measures and plans when modules or parameters of the model are exchanged."""
     plans_ahead: ClassVar[bool] = True
+    """True if a plan is known before the first step under it."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -452,10 +429,8 @@ class Engine(ABC):
     def measure(self, key: Key, call: Call) -> Any:
         """Measure such a step, leaving no trace; return the measure.
 
-        Raises
-        ------
-        CannotPlan, Unsuited, NothingToPlan
-            Another engine must, for this call or for every one; or no gradient is needed.
+        Raises CannotPlan if another engine has to plan this call, Unsuited if another has to plan
+        every call, and NothingToPlan if no gradient is needed.
         """
 
     @abstractmethod
@@ -468,21 +443,14 @@ class Engine(ABC):
 
     @abstractmethod
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> Any:
-        """Return the plan of such steps under a limit.
-
-        Raises
-        ------
-        InfeasibleError
-            No plan fits beside the reserve.
-        """
+        """Return the plan of such steps; raise InfeasibleError if none fits beside the reserve."""
 
     def expect(self, plan: Any) -> None:
         """Check, before a step, for needs that its plan does not know."""
 
     def is_behind(self) -> bool:
-        """Return whether this rank has something to plan before its next step, as peers are told.
-
-        False where a process plans for itself.
+        """Return whether this rank has to plan before its next step; False where a process plans
+        alone.
         """
         if self.context.peers.ranks is None:
             return False
@@ -494,12 +462,7 @@ class Engine(ABC):
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
         """Return a plan that includes the lessons of metered steps, or the old one.
 
-        Parameters
-        ----------
-        old
-            Plan to replace.
-        make
-            Function of a reserve in bytes that makes a plan.
+        `make` makes a plan beside a reserve in bytes.
         """
         return make(old.reserve_bytes)
 
@@ -515,7 +478,7 @@ class Engine(ABC):
         return True
 
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
-        """Set the options of the following plans beside the constructor's, and the algorithm."""
+        """Set the algorithm of the following plans, and their options beside the constructor's."""
         given = options if algo is None else options | {"algo": algo}
         self.check_options(given)
         self.settings.options = self.settings.given_options | given
@@ -555,21 +518,9 @@ class Engine(ABC):
     def run(self, plan: Any, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run a step under a plan; return its output, and the function that tells if it is pending.
 
-        Parameters
-        ----------
-        plan
-            Plan to run.
-        call
-            Arguments of the step.
-        start
-            Starter of the meter, called when all work before the step is done.
-
-        Raises
-        ------
-        CannotPlan
-            The model's code differs from the measured one.
-        PlanAgain
-            The code differs, and its new form has been measured.
+        The engine calls `start`, which starts the meter, when all work before the step is done.
+        Raises CannotPlan if the model's code differs from the measured one, and PlanAgain if it
+        differs and its new form has been measured.
         """
 
     def watch(self, plan: Any) -> StepWatch | None:

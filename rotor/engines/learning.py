@@ -21,19 +21,11 @@ logger = logging.getLogger("rotor")
 
 
 def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | None:
-    """Return a step whose figures count; ``None`` if another step has to confirm them.
+    """Return a metered step whose figures count; ``None`` if another step has to confirm them.
 
     On the CPU, threads of gloo give buffers back late; on an accelerator, libraries of kernels take
-    memory at their first calls. Of two steps the lower peak is right, and the larger loss.
-
-    Parameters
-    ----------
-    plan
-        Plan of the step; `Metered.earlier` keeps a step that awaits confirmation.
-    step
-        Metered step.
-    is_doubtful
-        True if late buffers or first calls would explain its figures.
+    memory at their first calls. A step is doubtful if that would explain its figures; it waits in
+    `Metered.earlier`. Of two steps the lower peak is right, and the larger loss.
     """
     earlier = plan.earlier
     if earlier is None:
@@ -76,7 +68,7 @@ class MeteredEngine(Engine):
         return plan
 
     def learn(self, plan: Any, step: StepBytes) -> None:
-        """Compare a metered step with its plan; have the plan renewed if that helps."""
+        """Compare a metered step with its plan, which is renewed if that helps."""
         plan.measured_bytes = step.peak_bytes
         plan.measured_timeline = step.timeline
         plan.meterings += 1
@@ -134,7 +126,7 @@ class MeteredEngine(Engine):
             self._give_back(plan, step)
 
     def learn_peak(self, plan: Any, peak_bytes: int) -> None:
-        """Have the next step planned for a need beyond the limit."""
+        """Renew the plan of a step that needed more than the limit, and warn."""
         note_peak(plan, peak_bytes)
         if peak_bytes <= plan.limit_bytes:
             return

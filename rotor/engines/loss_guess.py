@@ -28,21 +28,9 @@ def plan_with_guess(
 ) -> tuple[P, int]:
     """Return a plan beside the largest reserve for the loss that leaves room, and the reserve.
 
-    Parameters
-    ----------
-    plan_with
-        Function of a reserve that makes a plan.
-    guess_bytes
-        Assumed reserve.
-    limit_bytes
-        Limit of the plan.
-    least_bytes
-        Least sensible reserve.
-
-    Raises
-    ------
-    InfeasibleError
-        No plan fits beside the least reserve; ``minimum_bytes`` is the need of one beside it.
+    `plan_with` makes a plan beside a reserve, which is at most `guess_bytes`. Raises
+    InfeasibleError if no plan fits beside `least_bytes`; its ``minimum_bytes`` is the need of one
+    beside them.
     """
     reserve = max(guess_bytes, least_bytes)
     for _ in range(_MOST_TRIES):

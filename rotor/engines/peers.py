@@ -25,12 +25,7 @@ class Peers(Protocol):
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
         """Return the key of a step of all ranks, and whether one of them has something to learn.
 
-        Parameters
-        ----------
-        own_key
-            Function that returns this rank's key: the measured part, and the missing gradients.
-        is_behind
-            True if this rank has something to learn.
+        `own_key` returns this rank's key: the measured part, and the missing gradients.
         """
 
     def settle(
@@ -66,13 +61,7 @@ class Alone:
 
 
 class SharingRanks:
-    """Ranks of a group; every method is a collective operation.
-
-    Parameters
-    ----------
-    ranks
-        Processes that run each step together.
-    """
+    """Ranks of a group that run each step together; every method is a collective operation."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks: Ranks = ranks
@@ -81,11 +70,8 @@ class SharingRanks:
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
         """Return the key of a step of all ranks, and whether one of them has something to learn.
 
-        Raises
-        ------
-        RankError
-            Another rank has no valid input; or the ranks differ in the parameters without
-            gradients.
+        Raises RankError if another rank has no valid input, or the ranks differ in the parameters
+        without gradients.
         """
         try:
             key = own_key()

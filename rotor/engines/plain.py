@@ -22,23 +22,14 @@ __all__ = ["PlainEngine", "PlainPlan"]
 
 @dataclass(repr=False)
 class PlainPlan(Metered):
-    """Record of steps that nothing limits.
-
-    Attributes
-    ----------
-    device
-        Device of the steps.
-    limit_bytes
-        Limit that is compared with what they need.
-    reason
-        Reason for which no other engine runs them.
-    """
+    """Record of steps that nothing limits; their needs are compared with the limit."""
 
     engine: ClassVar[str] = "plain"
 
     device: torch.device
     limit_bytes: int
     reason: str
+    """Reason for which no other engine runs them."""
 
     @property
     def predicted_bytes(self) -> int:

@@ -61,18 +61,12 @@ _MARGIN = 64
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predictions of the plans that were compared under one limit.
-
-    Attributes
-    ----------
-    chosen
-        Name of the plan that runs: "chain", "graph", "parts" or "blocks".
-    predictions
-        Predictions as text, by name.
-    """
+    """Predictions of the plans that were compared under one limit."""
 
     chosen: str
+    """Name of the plan that runs: "chain", "graph", "parts" or "blocks"."""
     predictions: dict[str, str]
+    """Predictions as text, by name."""
 
     def table(self) -> Text:
         """Return the predictions as a table."""
@@ -93,14 +87,8 @@ class _WholeGraph(GraphEngine):
 class _ChainParts(PartsEngine):
     """Captured parts of a chain of which a stage cannot be captured.
 
-    Parameters
-    ----------
-    context
-        Context of the model.
-    reasons
-        Reasons for which no single graph exists, by `Key.measured`.
-    inspections
-        Measures of the stages, by `Key.measured`.
+    The reasons for which no single graph exists, and the measures of the stages, are by
+    `Key.measured`.
     """
 
     def __init__(
@@ -127,7 +115,7 @@ class _ChainParts(PartsEngine):
         return MeasuredStages(inspection, *made)
 
     def measure(self, key: Key, call: Call) -> None:
-        """Capture the parts; stages without any need what was measured of them."""
+        """Capture the parts; add the measured needs of the stages that have no part."""
         super().measure(key, call)
         pieces = self.pieces[key]
         if not pieces.is_measured:
@@ -167,24 +155,14 @@ class _ChainParts(PartsEngine):
 
 @dataclass(frozen=True)
 class _Offer:
-    """Plan that is compared; without one, the prediction says why.
-
-    Attributes
-    ----------
-    name
-        Name in the comparison.
-    plan
-        The plan.
-    slower
-        Its recomputation, as a share of a step.
-    prediction
-        Its prediction, as text.
-    """
+    """Plan that is compared; without one, the prediction says why."""
 
     name: str
     plan: Any
     slower: float
+    """Recomputation, as a share of a step."""
     prediction: str
+    """Prediction, as text."""
 
 
 class SequentialEngine(ChainEngine):
@@ -359,7 +337,7 @@ class SequentialEngine(ChainEngine):
                 plan.least_bytes,
             )
             return _Offer(name, None, _NEVER, _infeasible(refusal)), refusal
-        # What is no part runs once under every plan, and is not timed.
+        # Code outside of the parts runs once under every plan, and is not timed.
         ideal = self._chain(key).ideal_time
         again = max(plan.makespan - plan.unplanned.time_ns / 1e9, 0.0)
         slower = again / ideal if ideal else 0.0
@@ -392,10 +370,7 @@ class SequentialEngine(ChainEngine):
     def _other(self, name: str) -> Any:
         """Return the engine of graphs, or of parts, which are blocks where the model is sharded.
 
-        Raises
-        ------
-        CannotPlan
-            The sharded model has no blocks.
+        Raises CannotPlan if the sharded model has no blocks.
         """
         kind = "graph" if name == "graph" else "parts"
         if kind not in self._others:
@@ -412,7 +387,7 @@ class SequentialEngine(ChainEngine):
         return self._others[kind]
 
     def _measure_by(self, engine: Any, key: Key) -> None:
-        """Have another engine measure a kind of step, unless it has."""
+        """Measure a kind of step by another engine, unless it has been."""
         if engine.is_measured(key):
             return
         module = self.context.module
@@ -466,7 +441,7 @@ class SequentialEngine(ChainEngine):
             other, _ = engine.curve(key, points)
             fastest = float(other.seconds[-1])
             if name == "parts":
-                # What is no part runs once under every plan, and is not timed.
+                # Code outside of the parts runs once under every plan, and is not timed.
                 times = ideal + (other.seconds - fastest)
             else:
                 times = other.seconds * (ideal / fastest)
@@ -483,7 +458,7 @@ class SequentialEngine(ChainEngine):
         try:
             output, is_pending = owner.run(plan, call, start)
         except CannotPlan as refused:
-            # From now on it is a chain, or in parts.
+            # From now on such steps run as a chain, or in parts.
             self._reasons[plan.key.measured] = _first_line(refused.error)
             owner.forget(plan.key.measured)
             raise PlanAgain from refused
@@ -512,7 +487,7 @@ class SequentialEngine(ChainEngine):
         self._note_excess(plan)
 
     def _note_excess(self, plan: Any) -> None:
-        """Have the chain run from the next step on where parts cannot keep the limit."""
+        """Let the chain run from the next step on where parts cannot keep the limit."""
         if not plan.is_over:
             return
         plan.is_over, plan.outdated = False, True
@@ -521,7 +496,7 @@ class SequentialEngine(ChainEngine):
         )
 
     def learn_peak(self, plan: Any, peak_bytes: int) -> None:
-        """Have the next step planned for a need beyond the limit."""
+        """Renew the plan of a step that needed more than the limit, and warn."""
         owner = self._owner(plan)
         (super().learn_peak if owner is None else owner.learn_peak)(plan, peak_bytes)
 
@@ -529,7 +504,7 @@ class SequentialEngine(ChainEngine):
         """Return a plan that includes the lessons of metered steps; the old one if none fits."""
         owner = self._owner(old)
         if old.key.measured in self._no_parts and owner is not None:
-            # What the code between the parts needed says nothing about the chain.
+            # The need of the code between the parts says nothing about the chain.
             return super().replan(old, lambda _: make(0))
         return (super().replan if owner is None else owner.replan)(old, make)
 

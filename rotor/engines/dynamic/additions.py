@@ -13,25 +13,12 @@ __all__ = ["Additions", "Arrivals"]
 
 
 class Additions:
-    """Additions of a nested backward to existing gradients.
+    """Additions of a nested backward to existing gradients of `leaves`.
 
-    Autograd would return all gradients at the end, with a second copy of them in memory.
-    Gradients of leaves that get no other part in the running backward, and that no hook waits for,
-    are added in place.
-
-    Parameters
-    ----------
-    leaves
-        Tensors whose gradients are asked for.
-    waits
-        True to keep gradients until `finish`, or `add`.
-    prepare
-        Function called with a gradient before it is kept.
-
-    Attributes
-    ----------
-    added
-        Number of added gradients.
+    Autograd would return all gradients at the end, with a second copy of them in memory. Gradients
+    of leaves that get no other part in the running backward, and that no hook waits for, are added
+    in place. With `waits`, they are kept until `finish` or `add`, after a call of `prepare` with
+    each.
     """
 
     def __init__(
@@ -47,6 +34,7 @@ class Additions:
         self._hooks: list[Any] = []
         self._taken: set[int] = set()
         self.added = 0
+        """Number of added gradients."""
         found = [leaf for leaf in leaves if _exists(leaf)]
         edges = dispatch.edges_of_leaves(dispatch.current_node()) if found else None
         self._leaves = [leaf for leaf in found if edges is not None and edges.get(id(leaf)) == 1]
@@ -107,12 +95,9 @@ class Additions:
 
 
 class Arrivals:
-    """Gradients that a running backward has still to compute.
+    """Gradients of leaves that a running backward has still to compute.
 
-    Parameters
-    ----------
-    leaves
-        Tensors whose gradients are asked for; existing ones take no more memory.
+    Existing gradients take no more memory, and are left out.
     """
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:

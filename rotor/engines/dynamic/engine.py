@@ -260,6 +260,6 @@ class DynamicEngine(Engine):
         self.learn(plan, step)
 
     def learn_peak(self, plan: DynamicPlan, peak_bytes: int) -> None:
-        """Have the next step metered if this one was over the limit."""
+        """Meter the next step if this one was over the limit."""
         note_peak(plan, peak_bytes)
         plan.differs |= peak_bytes > plan.limit_bytes

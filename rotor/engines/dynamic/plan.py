@@ -42,86 +42,57 @@ _DEFAULTS = {name: _SETTINGS[name].default for name in OPTIONS}
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one step.
-
-    Attributes
-    ----------
-    stats
-        Statistics of its session.
-    output_bytes
-        Bytes of the model's outputs.
-    room_bytes
-        Rest of the limit for the loss.
-    """
+    """Figures of one step."""
 
     stats: Stats
+    """Statistics of its session."""
     output_bytes: int
     room_bytes: int
+    """Rest of the limit for the loss."""
 
 
 @dataclass(repr=False)
 class DynamicPlan(Metered):
-    """Record of the steps that run under one limit on one device.
-
-    Attributes
-    ----------
-    device
-        Device of the steps.
-    limit_bytes
-        Limit of a step.
-    reason
-        Reason for which nothing is planned; empty if the user asked for this engine.
-    options
-        Settings of the session.
-    loss_bytes, held_bytes, loss_output_bytes
-        Largest measured need of the caller's loss, and memory beyond the runtime's count when the
-        model's backward began, for outputs of that size; ``None`` before the first metered
-        step.
-    step_bytes
-        Peak of the latest metered step with outputs of that size.
-    assumed_loss_bytes
-        Bytes that the loss needs beside the gradient of the output, as given by the caller; or 0.
-    output_bytes, counted_bytes
-        Bytes of the outputs in the metered step, and the runtime's count when its backward
-        began.
-    level_bytes
-        Bytes given out by the device at that time beyond the runtime's count, in the first step
-        after a metered one.
-    unknown
-        Operators of that step whose needs were guessed.
-    verify
-        Steps in which recomputed values are compared (`rotor.Checkpointable`).
-    offload
-        Second tier; ``None`` for none.
-    kept
-        Operators whose results are not evicted, because they differed when they ran again.
-    accepted
-        Kinds of steps that have run within the limit, or with a warning, where nobody asked for
-        this engine: no such step is refused later.
-    steps, latest
-        Number of ended steps, and figures of the latest ones.
-    """
+    """Record of the steps that run under one limit on one device."""
 
     engine: ClassVar[str] = "dynamic"
 
     device: torch.device
     limit_bytes: int
     reason: str = ""
+    """Reason for which nothing is planned; empty if the user asked for this engine."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Settings of the session."""
     assumed_loss_bytes: int = 0
+    """Need of the loss beside the gradient of the output, as given by the caller; or 0."""
     loss_bytes: int | None = None
+    """Largest measured need of the caller's loss; ``None`` before the first metered step."""
     held_bytes: int = 0
+    """Memory beyond the runtime's count when the model's backward began."""
     loss_output_bytes: int = 0
+    """Bytes of the outputs for which the two needs above were measured."""
     step_bytes: int = 0
+    """Peak of the latest metered step with outputs of that size."""
     output_bytes: int = 0
+    """Bytes of the outputs in the metered step."""
     counted_bytes: int = 0
+    """Runtime's count when the backward of the metered step began."""
     level_bytes: int | None = field(default=None, repr=False)
+    """Bytes given out by the device at that time beyond the runtime's count, in the first step
+    after a metered one.
+    """
     unknown: Unknown = field(default_factory=list, repr=False)
+    """Operators of that step whose needs were guessed."""
     verify: str | int = "off"
     offload: Offload | None = None
     kept: set[str] = field(default_factory=set)
+    """Operators whose results are not evicted, because they differed when they ran again."""
     accepted: set[Any] = field(default_factory=set, repr=False)
+    """Kinds of steps that have run within the limit, or with a warning, where nobody asked for
+    this engine: no such step is refused later.
+    """
     steps: int = 0
+    """Number of ended steps."""
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def __post_init__(self) -> None:
@@ -198,7 +169,7 @@ class DynamicPlan(Metered):
         """Return a step of a module, about to begin; a trial leaves no trace."""
         level = devices.level(self.device)
         kind = getattr(self.key, "measured", None)
-        # A kind of step that was accepted goes on, and says by how much it passes the limit.
+        # Steps of an accepted kind go on over the limit, and a warning says by how much.
         is_accepted = bool(self.reason) and kind in self.accepted and not is_trial
 
         def began(step: BudgetedStep) -> None:

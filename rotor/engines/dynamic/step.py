@@ -53,35 +53,10 @@ class BudgetedStep:
     """Forward of a module, and the backward that belongs to it.
 
     Only the graph references it: when the outputs are dropped without a backward, everything that
-    the forward kept is freed.
-
-    Parameters
-    ----------
-    module
-        Module to run.
-    limit
-        Bytes above the current level.
-    device
-        Device whose memory counts.
-    backward_began, ended
-        Functions called with the step before its first backward, and at its end in any case.
-    is_trial
-        True to restore everything at the end, attributes of modules too.
-    **settings
-        Settings of the session.
-
-    Attributes
-    ----------
-    session
-        Session of the step.
-    output_bytes, gradient_bytes
-        Bytes of the outputs, once the forward has run, and of their gradients, once they exist.
-    is_metered
-        True if a meter runs with the step.
-    tried_bytes
-        Limit under which such a step ran before; 0 if unknown.
-    has_run, is_proved
-        True after a backward; after one in which all recomputed values were compared.
+    the forward kept is freed. The limit is in bytes above the current level. `backward_began` and
+    `ended` are called with the step before its first backward, and at its end in any case. A trial
+    restores everything at the end, attributes of modules too. The settings are those of the
+    session.
     """
 
     def __init__(
@@ -112,6 +87,7 @@ class BudgetedStep:
         self._spared: set[int] = set()
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.output_bytes = self.gradient_bytes = 0
+        """Bytes of the outputs and of their gradients, once each exist."""
         self._rerun: Rerun | None = None
         self._surroundings: Surroundings | None = None
         self._theirs: list[torch.Tensor] = []
@@ -122,8 +98,11 @@ class BudgetedStep:
         self._arrivals: Arrivals | None = None
         self._least_bytes = 0
         self.is_metered = False
+        """True if a meter runs with the step."""
         self.tried_bytes = 0
+        """Limit under which such a step ran before; 0 if unknown."""
         self.has_run = self.is_proved = False
+        """True after a backward; after one in which all recomputed values were compared."""
         self.session = StepSession(
             limit,
             device=device,
@@ -147,22 +126,10 @@ class BudgetedStep:
     ) -> Any:
         """Run ``call(*value)`` and return its result, in the graph of the caller.
 
-        Parameters
-        ----------
-        call
-            Function that runs the module.
-        value
-            Nested values with the caller's tensors.
-        room
-            Function of the step, called when its outputs are known: bytes to leave for the loss,
-            and its known need.
-        rerun
-            State in which the forward begins, for backwards that are to be differentiated.
-
-        Raises
-        ------
-        InfeasibleError
-            The limit cannot be kept. Parameters, buffers and the random state are as before.
+        `room` is called with the step when its outputs are known, and returns the bytes to leave
+        for the loss, and its known need. `rerun` is the state in which the forward begins, for
+        backwards that are to be differentiated. Raises InfeasibleError if the limit cannot be kept;
+        parameters, buffers and the random state are then as before.
         """
         outer, own, slots = _own_inputs(value, self._places(with_parameters=True))
         inner = list(own.values())
@@ -299,14 +266,10 @@ class BudgetedStep:
         return found
 
     def _hand_over(self, given: dict[int, torch.Tensor], others: list[torch.Tensor]) -> None:
-        """Replace tensors of the forward wherever Python refers to them.
+        """Replace tensors of the forward wherever Python refers to them, by `id`.
 
-        Parameters
-        ----------
-        given
-            Substitutes, which are in the graph of the caller, by ``id``.
-        others
-            Inputs that the forward has put somewhere.
+        The substitutes in `given` are in the graph of the caller; `others` are inputs that the
+        forward has put somewhere.
         """
         for (where, name), value in self._places():
             if any(id(tensor) in given for tensor in tree_tensors(value)):
@@ -329,14 +292,10 @@ class BudgetedStep:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the node's inputs, from its outputs' gradients.
 
-        Raises
-        ------
-        InfeasibleError
-            The limit cannot be kept. Parameters, their gradients, buffers and the random state are
-            as before the forward.
-        RuntimeError
-            A backward has run already, and did not keep the graph; a tensor that the recomputation
-            needs was written to since the forward; or this is part of another step's backward.
+        Raises InfeasibleError if the limit cannot be kept; parameters, their gradients, buffers and
+        the random state are then as before the forward. Raises RuntimeError if a backward has run
+        already and did not keep the graph, a tensor that the recomputation needs was written to
+        since the forward, or this is part of another step's backward.
         """
         if current() is not None:
             raise RuntimeError(
@@ -402,7 +361,7 @@ class BudgetedStep:
             found = additions.finish(asked, made)
             del made
             if keeps:
-                # The loss's part of another backward.
+                # Another backward may follow, with its part of the loss.
                 self.session.leave_room(self._room(self)[0], 0)
         except BudgetError as error:
             raise self._failed(error) from error
@@ -496,12 +455,13 @@ class BudgetedStep:
         """Return a limit that is likely to suffice for a step that failed."""
         session = self.session
         to_come = self._gradient_bytes()
-        # Its backward reads what it made and read, makes gradients of both, and the loss is held.
+        # The operation's backward reads inputs and results, and makes gradients of both, beside
+        # the loss.
         minimum = error.minimum_bytes + to_come + AHEAD[self._phase] * error.needed_bytes
         minimum += minimum // ESTIMATE_MARGIN[self._phase]
         if self._phase != "backward":
             return minimum
-        # What was in use without any eviction only gets less from now on, but for gradients.
+        # Without any eviction the memory in use would only shrink from now on, but for gradients.
         held = session.counters()["held_peak_bytes"] + SCRAPS_BYTES + session.outside_bytes
         most = held + to_come + error.needed_bytes
         minimum = min(minimum, most + most // HELD_MARGIN)
@@ -509,7 +469,7 @@ class BudgetedStep:
         return max(minimum, least + least // HELD_MARGIN)
 
     def _failed(self, error: BudgetError) -> InfeasibleError:
-        # Values in frames of the failed program would be brought back.
+        # Evicted values that frames of the failed program hold would be brought back.
         traceback.clear_frames(error.__traceback__)
         minimum = self._estimate(error)
         self.undo()

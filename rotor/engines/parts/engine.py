@@ -202,7 +202,7 @@ class PartsEngine(MeteredEngine):
         warn_excess(plan, expected)
 
     def learn(self, plan: PartsPlan[Pieces], step: StepBytes) -> None:
-        """Compare a metered step with its plan; have the plan renewed if that helps."""
+        """Compare a metered step with its plan, which is renewed if that helps."""
         plan.measured_timeline = step.timeline
         plan.outdated = learn(plan, step)
         note_peak(plan, step.peak_bytes)
