@@ -24,13 +24,8 @@ _NOTICED = 0.01
 class Announcer:
     """Line on the standard error stream, or in the log, when a model's first plan is run.
 
-    It is silent under any verbosity but 0, where the level of ``logging.getLogger("rotor")`` is
-    above INFO, and on all ranks but the first.
-
-    Parameters
-    ----------
-    verbosity
-        Verbosity of the model.
+    It is silent under any verbosity of the model but 0, where the level of
+    ``logging.getLogger("rotor")`` is above INFO, and on all ranks but the first.
     """
 
     def __init__(self, verbosity: int) -> None:
@@ -49,9 +44,9 @@ class Announcer:
             self._seconds += time.perf_counter() - begun
 
     def log_plan(self, plan: Any) -> None:
-        """Tell of a plan that is about to run, if time was spent on it, or if it has become better.
+        """Log a plan that is about to run, if time was spent on it, or if it has become better.
 
-        Of a plan that cannot keep its limit, warnings tell.
+        Warnings, not this line, report a plan that cannot keep its limit.
         """
         if not self._seconds:
             record = getattr(plan, "planning", None)

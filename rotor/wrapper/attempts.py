@@ -1,8 +1,8 @@
-"""Attempts at a call: what sends it from one engine to the next.
+"""Attempts at a call by one engine after the other.
 
-Whatever an engine raises before plain PyTorch has raised too is no error of the caller's: under
-``engine="auto"`` the next engine is asked, and the last one is plain PyTorch. An error that comes
-from there is the caller's own; then everything is as it was before the call.
+Under ``engine="auto"``, an error that plain PyTorch does not raise too is no error of the caller's:
+the next engine is asked, and the last one is plain PyTorch. An error of plain PyTorch is the
+caller's own; then everything is as it was before the call.
 """
 
 from __future__ import annotations
@@ -53,17 +53,7 @@ _SMALL_BYTES = 1 << 16
 
 
 class _StateBefore:
-    """State in which a step begins, for another engine should the first one fail in it.
-
-    Parameters
-    ----------
-    model
-        The model.
-    call
-        Arguments of the step.
-    device
-        Device of the step.
-    """
+    """State in which a step begins, restored for another engine if the first one fails."""
 
     def __init__(self, model: nn.Module, call: Call, device: torch.device) -> None:
         self._rng = RngTracker(device)
@@ -100,30 +90,20 @@ class _StateBefore:
 
 
 class _Failures:
-    """Engines that failed at one call.
-
-    Parameters
-    ----------
-    driver
-        Driver of the model, as it was when the first of them failed.
-    refusals
-        Refusals before the call.
-
-    Attributes
-    ----------
-    first
-        Error of the first.
+    """Engines that failed at one call; the driver and its refusals are noted as they were before
+    it.
     """
 
     def __init__(self, driver: Any, refusals: dict[Any, Refusal]) -> None:
         self.first: Exception
+        """Error of the first engine that failed."""
         self._named: list[str] = []
         self._report = ""
         context = driver.context
         self._settings = context.settings
         self._before = dict(vars(driver)), self._settings.unsuited, refusals
         self._told = set(context.warned)
-        # One warning tells of all.
+        # One warning about all failures replaces the one about the capture.
         context.warned.add("capture")
 
     def add(self, engine: Engine, error: Exception) -> str:
@@ -133,12 +113,12 @@ class _Failures:
             self.first, self._report = error, report
         text = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no text'])[0]}"
         self._named.append(f"the {engine.name} engine raised {text}")
-        # What the failed code held is needed no more.
+        # Nobody needs the values that the failed code held.
         traceback.clear_frames(error.__traceback__)
         return f"{text}\n{report}"
 
     def take_back(self, driver: Any) -> None:
-        """Have the driver as it was: the caller's own code has failed."""
+        """Restore the driver as it was: the caller's own code has failed."""
         vars(driver).update(self._before[0])
         driver.context.refusals = self._before[2]
         driver.context.warned.clear()
@@ -156,22 +136,15 @@ class _Failures:
 
 
 class Attempts:
-    """Attempts of a driver at its calls, one call at a time.
-
-    Attributes
-    ----------
-    asked
-        Kind of the step that is being attempted; ``None`` before it is known.
-    failures
-        Engines that failed at this call; ``None`` without any.
-    proven
-        Engines that have run a step.
-    """
+    """Attempts of a driver at its calls, one call at a time."""
 
     def __init__(self) -> None:
         self.asked: Key | None = None
+        """Kind of the step that is being attempted; ``None`` before it is known."""
         self.failures: _Failures | None = None
+        """Engines that failed at this call; ``None`` without any."""
         self.proven: weakref.WeakSet[Engine] = weakref.WeakSet()
+        """Engines that have run a step."""
         self._is_unspoilt, self._measures = True, False
         self._refusals: dict[Any, Refusal] = {}
 
@@ -180,10 +153,8 @@ class Attempts:
     ) -> Any:
         """Return ``function(call)`` by the first engine that can.
 
-        Raises
-        ------
-        Exception
-            What plain PyTorch raises too; where a sample is measured, what the first engine raised.
+        Raises an error that plain PyTorch raises too; where a sample is measured, the error of the
+        first engine.
         """
         self.failures, self._measures = None, measures
         self._refusals = dict(driver.context.refusals)
@@ -216,7 +187,7 @@ class Attempts:
             return error
         is_spoilt = engine in self.proven and not self._is_unspoilt
         if isinstance(engine, PlainEngine) or is_spoilt:
-            # The caller's own, as far as anyone can tell.
+            # As far as can be told, the error is one of the caller's own code.
             if failures is None:
                 return error
             failures.take_back(driver)
@@ -235,10 +206,7 @@ class Attempts:
     ) -> Any:
         """Return the dynamic engine's plan of steps for which a limit is too small otherwise.
 
-        Raises
-        ------
-        InfeasibleError
-            That engine cannot keep the limit either; the error with the least need.
+        Raises InfeasibleError with the least need if that engine cannot keep the limit either.
         """
         order, context = driver.order, driver.context
         try:
@@ -296,12 +264,12 @@ class Attempts:
 def _error_of_forward(context: Context, call: Call) -> Exception | None:
     """Return the error of a forward that plain PyTorch cannot run either; ``None`` if it can.
 
-    Nothing of the run stays.
+    The forward leaves no trace.
     """
     if context.peers.ranks is not None:
-        return None  # The other ranks would wait for what it sends.
+        return None  # A forward of one rank alone may wait for the others.
     found = None
-    for mode in (torch.no_grad, torch.enable_grad):  # The former needs less.
+    for mode in (torch.no_grad, torch.enable_grad):  # The former needs less memory.
         try:
             with trial(context.module, call.arguments, context.device_of(call)) as run, mode():
                 args, kwargs = run.arguments

@@ -124,14 +124,11 @@ def capture_inputs(
 
 
 def _without_values(module: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
-    """Return a module and its arguments on meta tensors that behave as tensors of a CPU.
+    """Return a mode, and a module and its arguments to use in it, without the values of meta
+    tensors.
 
-    Autograd does not know every operation on meta tensors.
-
-    Returns
-    -------
-    tuple
-        The mode in which to use them, the module, and the arguments.
+    Fake tensors that behave as tensors of a CPU take the place of meta tensors, since autograd does
+    not know every operation on those.
     """
     mode = core.fake_mode()
     memo: dict[int, Any] = {}

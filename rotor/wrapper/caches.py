@@ -23,13 +23,7 @@ _GIVEN = ("cache", "past_key_values")
 
 
 class CacheRule:
-    """Rule that training steps of one model run with ``use_cache=False``, where it takes that.
-
-    Parameters
-    ----------
-    context
-        Context of the model's engines.
-    """
+    """Rule that training steps of one model run with ``use_cache=False``, where it takes that."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -50,7 +44,7 @@ class CacheRule:
             self._parts = [part for part in parts if _ARGUMENT in _parameters(part)]
 
     def applied(self, call: Call) -> Call:
-        """Return the call, without a cache in its output; warn once if that was asked for.
+        """Return the call, without a cache in its output; warn once if the caller asked for one.
 
         A call with a cache in its arguments is left as it is.
         """

@@ -67,33 +67,17 @@ __all__ = ["Driver"]
 class Driver:
     """Runner of a model's steps within its limit.
 
-    Parameters
-    ----------
-    settings
-        The model, and its options.
-    wrapper
-        Module that represents the model; referenced weakly.
-
-    Attributes
-    ----------
-    settings
-        As given.
-    engines
-        Engines of the model, in the order in which they are asked.
-    context
-        Context that the engines share.
-    limits
-        Source of the limits of plans.
-    calls
-        Number of calls of the wrapper's forward.
+    The wrapper is the module that represents the model; it is referenced weakly.
     """
 
     calls = 0
+    """Number of calls of the wrapper's forward."""
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self.settings = settings
         self.context: Context
         self.engines: list[Engine]
+        """Engines of the model, in the order in which they are asked."""
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
         self._is_pending: IsPending = None
         self._thread = 0
@@ -226,10 +210,7 @@ class Driver:
     def measure(self, call: Call) -> Any:
         """Measure on a sample, leaving no trace; return the measure if it is a single one.
 
-        Raises
-        ------
-        ValueError
-            Nothing in the step needs a gradient.
+        Raises ValueError if nothing in the step needs a gradient.
         """
         self._rediscover_if_changed()
         if not self.context.structure.is_initialized():
@@ -258,7 +239,7 @@ class Driver:
         found = self._measure(key, call)
         engine = self.order.of(key)
         if self._attempts.failures is not None and not engine.plans_ahead:
-            # The sample may be at fault.
+            # The sample itself may be the cause of the failures.
             self._make(key)
             engine.try_out(key, call)
         self.context.latest_key = engine.refined(key)
@@ -486,7 +467,7 @@ class Driver:
             except PlanAgain:
                 raise (found.__cause__ or found) from None
         except CannotPlan as refused:
-            # It was captured before, but the code now keeps asking for other graphs.
+            # The call was captured before, but its code now asks for another graph each time.
             cancel_running()
             self.order.of(key).forget(key.measured)
             if not self.order.refuse(key, call, str(refused.error)):

@@ -16,12 +16,8 @@ _BYTES = 2 << 20
 def unused_kinds(context: Context) -> list[Key]:
     """Return captured kinds of steps above 64, or above a hundredth of the limit.
 
-    Kinds that share a capture are few bytes each, and stay.
-
-    Parameters
-    ----------
-    context
-        Context of the model; its plans are in the order of their last use.
+    The plans of the context are in the order of their last use. Kinds that share a capture are few
+    bytes each, and stay.
     """
     limit = context.settings.present_limit or 0
     most = min(_MOST, max(_FEWEST, limit // _SHARE // _BYTES))

@@ -19,13 +19,7 @@ _MOST_STATES = 4
 
 
 class Limits:
-    """Source of the limits of a model's plans.
-
-    Parameters
-    ----------
-    settings
-        Options of the model.
-    """
+    """Source of the limits of a model's plans."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -44,14 +38,8 @@ class Limits:
         return self._latest[1]
 
     def limit_on(self, device: torch.device, latest: Any) -> int:
-        """Return the limit of a step that is planned now.
-
-        Parameters
-        ----------
-        device
-            Device of the step.
-        latest
-            Latest plan; ``None`` before one.
+        """Return the limit of a step that is planned now; `latest` is ``None`` before the first
+        plan.
         """
         given, room = self._settings.mem_limit, self.room
         if room is None:

@@ -19,12 +19,7 @@ __all__ = ["observer_of_step"]
 def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> StepWatch | None:
     """Return the observer of a step that begins now; ``None`` without one.
 
-    Parameters
-    ----------
-    engine, plan
-        Engine and plan of the step.
-    absent
-        For each parameter True if it has no gradient; empty if that is not known.
+    `absent` is True for each parameter without a gradient, and empty if that is not known.
     """
     if plan.reserving is not None:
         plan.reserving.begin(plan.device, plan.pool_blocks)

@@ -14,25 +14,13 @@ _HOPELESS = 4
 
 
 class Order:
-    """Engines of a model, in the order in which they are asked.
-
-    Parameters
-    ----------
-    context
-        Context that they share.
-
-    Attributes
-    ----------
-    engines
-        The engines.
-    taken_over
-        Engines that took steps over and have not said so, each with the reason.
-    """
+    """Engines of a model, in the order in which they are asked."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.engines = engines_for(context)
         self.taken_over: dict[Engine, str] = {}
+        """Engines that took steps over and have not announced it, each with the reason."""
 
     def of(self, key: Key) -> Engine:
         """Return the engine that plans a kind of step."""
@@ -77,7 +65,7 @@ class Order:
             self._context.refusals[key.measured] = before
 
     def announce(self, key: Key) -> None:
-        """Have the engine that runs such steps now say so, if it has taken them over."""
+        """Warn by the engine that runs such steps now, if it has taken them over."""
         if not self.taken_over:
             return
         reason = self.taken_over.get(self.of(key))
@@ -99,12 +87,7 @@ class Order:
     def why(self, key: Key, name: str) -> dict[str, str]:
         """Return the engines that were asked for such steps, and why each handed over.
 
-        Parameters
-        ----------
-        key
-            Kind of the steps.
-        name
-            Name of what runs them, the last entry.
+        The last entry has the name of the engine that runs them.
         """
         known = self._context.refusals.get(key.measured)
         refused = {} if known is None else known.why

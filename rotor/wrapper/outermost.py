@@ -36,11 +36,6 @@ class OutermostCalls:
 
     A call counts if the module is in training mode, gradients are enabled, and one of its
     parameters needs one. Calls within the handler, and in other threads, are plain.
-
-    Parameters
-    ----------
-    handler
-        Function that makes a call.
     """
 
     def __init__(self, handler: Handler) -> None:

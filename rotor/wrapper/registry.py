@@ -60,6 +60,6 @@ def engines_for(context: Context) -> list[Engine]:
     """Return the engines of a model: the first is asked first, and each hands over to the next."""
     found = ENGINES[context.settings.engine](context)
     if context.peers.ranks is not None and isinstance(found[0], GraphEngine):
-        # No other engine takes over: what one rank refuses, all do.
+        # No other engine takes over: a refusal on one rank is a refusal on all.
         return [SharedGraphEngine(context)]
     return found

@@ -29,14 +29,9 @@ BACKENDS = ("fx", "inductor")
 class Setting:
     """Option of a wrapped model, kept in the settings of its driver.
 
-    Parameters
-    ----------
-    check
-        Function that returns a checked value, or raises; ``None``: the option cannot be changed.
-    changed
-        Function of the driver, called after a change.
-    shown
-        Name of the settings' attribute that is read, if not the option's own.
+    `check` returns a checked value, or raises; ``None`` means that the option cannot be changed.
+    `changed` is called with the driver after a change. `shown` names the attribute of the settings
+    that is read, if not the option's own.
     """
 
     def __init__(

@@ -11,23 +11,9 @@ __all__ = ["agree_to_share"]
 def agree_to_share(ranks: Ranks, settings: Settings, engine: str) -> None:
     """Raise, on every rank, unless all have a model whose plans can be shared.
 
-    A collective operation.
-
-    Parameters
-    ----------
-    ranks
-        Processes that are to share plans.
-    settings
-        Options of the model.
-    engine
-        Name of the engine that is asked first.
-
-    Raises
-    ------
-    ValueError
-        An option of this rank's model is for a process that plans for itself.
-    RankError
-        Another rank's is; or the ranks differ in what they plan.
+    This is a collective operation; `engine` names the engine that is asked first. Raises ValueError
+    if an option of this rank's model is for a process that plans for itself, RankError if another
+    rank's is, or if the ranks differ in what they plan.
     """
 
     def own() -> str:

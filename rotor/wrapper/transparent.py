@@ -21,10 +21,7 @@ _SHARED = frozenset(vars(nn.Module())) - {"training"}
 class ShownForward:
     """Method ``forward`` of a wrapper; bound, it has the signature of the wrapped module's.
 
-    Parameters
-    ----------
-    function
-        Method, as a function of the wrapper and the arguments.
+    The function takes the wrapper and the arguments.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -73,14 +70,9 @@ class _BoundForward:
 class TransparentModule(nn.Module):
     """Wrapper with the parameters, buffers, children, hooks and keys of `module`, without a prefix.
 
-    The dictionaries in which a module keeps them are the wrapped module's own, shared; methods
-    that a module may override are passed on. A name that both have is the wrapper's, every other
+    The dictionaries in which a module keeps them are the wrapped module's own, shared; methods that
+    a module may override are passed on. A name that both have is the wrapper's, every other
     attribute is the wrapped module's, for reading and for writing.
-
-    Parameters
-    ----------
-    module
-        The module to wrap.
     """
 
     module: Any
@@ -105,8 +97,8 @@ class TransparentModule(nn.Module):
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        # fully_shard mixes a class of its own into the one it was shown: that is the wrapper's. A
-        # lazy module becomes another one, and parametrizations derive from one alone.
+        # A class of fully_shard derives from one of its own and the shown one: the wrapper takes
+        # it. Classes of lazy modules and of parametrizations are for the wrapped module.
         shown = type(self.__dict__["module"])
         if shown not in cls.__bases__ or len(cls.__bases__) == 1:
             self.__dict__["module"].__class__ = cls
@@ -131,7 +123,7 @@ class TransparentModule(nn.Module):
         try:
             value = getattr(module, name)
             if inspect.ismethod(value) and value.__self__ is module:
-                # A method of the user's may call the model, which is the wrapper then.
+                # A method of the user's may call the model: bound to the wrapper, it calls that.
                 is_own = not is_library(value.__func__.__module__)
                 return MethodType(value.__func__, self) if is_own else value
             return value

@@ -33,10 +33,7 @@ _LATER = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)
 def refuse_outer_transforms(context: Context) -> bool:
     """Return whether a step runs within something that only plain PyTorch can run in.
 
-    Raises
-    ------
-    RuntimeError
-        It does, and an engine was asked for by name.
+    Raises RuntimeError if it does, and an engine was asked for by name.
     """
     reason = _outer_transform()
     if not reason:
@@ -119,13 +116,8 @@ def warn_of_measuring(context: Context, limit_bytes: int, peak_bytes: int) -> No
 class RerunNotes(StepNotes):
     """Notes for parts of a step that a backward may run again without a plan; it warns of them.
 
-    Parameters
-    ----------
-    context, engine, plan
-        Context of the model, and the engine and the plan of the step.
-    is_pending
-        Function that tells whether the step itself keeps values: as much as its limit, or what a
-        step under its plan was seen to need.
+    `is_pending` tells whether the step itself keeps values: as much as its limit, or what a step
+    under its plan was seen to need.
     """
 
     __slots__ = ("_context", "_engine", "_is_pending", "_plan")
@@ -150,9 +142,9 @@ class RerunNotes(StepNotes):
     def report(self, needed_bytes: int, is_kept: bool | None) -> None:
         """Warn if a forward that ran again needed more than the limit."""
         limit = self._plan.limit_bytes
-        # Such a step says nothing about the plan.
+        # The figures of a step with such a forward say nothing about its plan.
         if cancel_running(all_steps=False) and is_kept is None and is_running():
-            return  # The meter tells.
+            return  # The meter goes on, and reports an excess.
         if is_kept is None and needed_bytes <= limit + noise_bytes(limit):
             return
         is_beside = is_kept is not None and (is_kept or self._is_pending())
@@ -166,7 +158,7 @@ class RerunNotes(StepNotes):
 
     def report_kept(self, more_bytes: int) -> None:
         """Warn if a further backward needed more than the limit."""
-        # An engine that decides while a step runs makes room for them.
+        # An engine that decides while a step runs makes room for such a backward.
         if self._engine.plans_ahead:
             self._warn(
                 (self._plan.most_bytes_seen or self._plan.limit_bytes) + more_bytes,
