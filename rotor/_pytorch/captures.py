@@ -166,8 +166,9 @@ def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
 def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:
     """Drop what dynamo keeps of a function's compiled code, and of a backend, by its ``id``.
 
-    It keeps the code that it made as long as the function's, and that as long as what it made.
-    Fake tensors with gradients are in cycles, through their modes, that no collector sees.
+    Dynamo keeps a function's compiled code as long as the function's own code, and this as long as
+    the compiled code. Fake tensors with gradients are in cycles, through their modes, that no
+    collector sees.
     """
     from torch._dynamo import eval_frame
 

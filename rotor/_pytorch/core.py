@@ -142,7 +142,7 @@ def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
 
 def parts_of(value: Any) -> tuple[list[Any], Any] | None:
     """Return the parts of a tuple, list, dictionary and the like, and its structure, if it is."""
-    itself = id(value)  # PyTorch's function is a cycle: what `is_leaf` holds, stays.
+    itself = id(value)  # Not `value`: PyTorch's function is in a cycle, which keeps `is_leaf`.
     leaves, spec = _pytree.tree_flatten(value, is_leaf=lambda one: id(one) != itself)
     return None if len(leaves) == 1 and leaves[0] is value else (leaves, spec)
 

@@ -307,8 +307,8 @@ def direct_call(function: Any) -> Any:
     return getattr(function, "_op", function)
 
 
-# Nodes of autograd that run no sum. One that is seen meanwhile is the engine's, which adds up
-# the gradients that reach a tensor from several sides.
+# Nodes of autograd that run no sum. A sum that is seen while one of them runs is the engine's,
+# which adds up the gradients that reach a tensor from several sides.
 _NODES = """
     Add Addbmm Addmm Addmv AdaptiveAvgPool2D Alias AsStrided AvgPool2D Baddbmm Bmm Cat Clone
     ConstantPadNd Convolution Cos Div Dot Embedding Exp Expand Gather Gelu Index IndexSelect
@@ -343,9 +343,9 @@ def _owners(tensor: Any) -> tuple[int, int]:
 
 @cache
 def _sole_owners() -> tuple[int, int, int] | None:
-    """Return the references to the first term of an engine's sum that has no other owner.
+    """Return the numbers of references to the first term of a sum that only the engine owns.
 
-    In Python, to the tensor and to the storage; ``None`` if they cannot be counted.
+    They are those in Python, to the tensor, and to its storage; ``None`` if they cannot be counted.
     """
     if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
         return None

@@ -1,8 +1,8 @@
 """Numbers of Python's and NumPy's that are tensors without dimensions in a captured graph.
 
 Dynamo makes such tensors of numbers that a forward draws, of NumPy's scalars, and of results of
-NumPy's functions. They promote types as tensors do: beside a tensor without dimensions, a number of
-Python's has less weight.
+NumPy's functions. Types of results depend on them as on tensors: beside a tensor without
+dimensions, a number of Python's would count for less.
 """
 
 from __future__ import annotations

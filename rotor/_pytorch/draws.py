@@ -98,7 +98,7 @@ class Draws:
         self._before.clear()
 
     def keep(self) -> None:
-        """Forget how the generators were."""
+        """Forget the states that the generators had before the call."""
         self._before.clear()
 
     @contextmanager

@@ -167,7 +167,7 @@ class Unit:
 
     @property
     def _mesh_info(self) -> Any:
-        """Return what is known of its ranks; ``None`` without parameters."""
+        """Return FSDP2's record of its ranks; ``None`` without parameters."""
         return self._groups[0].mesh_info if self._groups else None
 
     @property

@@ -1,4 +1,4 @@
-"""Bytes of storages: taken away and given back, never read where they are gone."""
+"""Bytes of storages: taken away and given back; to read them in between is an error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _find_flags() -> tuple[int, ...]:
     changed = [k for k, was in enumerate(before) if was != own[k]]
     if len(changed) != 2 or any(before[k] for k in (*changed, changed[1] + 1)):
         return ()
-    places = (changed[0], changed[1] + 1)  # By the second one that changed, writes alone raise.
+    places = (changed[0], changed[1] + 1)  # The flag at `changed[1]` would let reads pass.
     storage: Any = torch.UntypedStorage(1)
     storage[0] = 1
     _write(storage, places, 1)
@@ -95,7 +95,7 @@ _before_export: list[Callable[[torch.Tensor], None]] = []
 
 
 def _prepared(export: Callable[..., Any]) -> Callable[..., Any]:
-    # Who keeps the result, as dynamo does when it is imported, keeps nothing else.
+    # The result refers to nothing but PyTorch's function: dynamo keeps it when it is imported.
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         for prepare in _before_export:
             prepare(tensor)

@@ -210,7 +210,7 @@ def _end_here() -> None:
 
 
 class _ThreadEnd:
-    """Object of a thread, which goes with it: no session is left on."""
+    """Object of a thread, which ends the thread's session when the thread ends."""
 
     def __del__(self) -> None:
         _end_here()

@@ -71,7 +71,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     from torch._dynamo import config, convert_frame
     from torch._functorch import config as of_backwards
 
-    # Without decompositions, that round otherwise, of add_(alpha=), addcmul_ and addcdiv_.
+    # Dynamo's decompositions of add_(alpha=), addcmul_ and addcdiv_ round otherwise.
     # A hook that is registered or removed later makes another graph.
     wanted = {
         "run_gc_after_compile": False,
@@ -110,9 +110,10 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
 
 @contextmanager
 def _answered_by(branches: Branches) -> Iterator[None]:
-    """Have ``torch.compiler.is_compiling()`` and the like answered but in PyTorch's own code.
+    """Have ``torch.compiler.is_compiling()`` and the like answered, except in PyTorch's own code.
 
-    No stream is being captured either: without an accelerator dynamo could not ask.
+    Questions whether a stream is being captured get False: without an accelerator dynamo could not
+    trace them.
     """
     from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable
     from torch._dynamo.variables import torch as variables

@@ -81,7 +81,7 @@ def _say(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
     said = functools.partial(_call, function, len(args), fixed, constants)
     source = GlobalSource(tx.output.install_global("__said", said))
     rest = [_value_now(tx, arg) for k, arg in enumerate(args) if k not in fixed]
-    # Only what the outermost function says comes out of dynamo.
+    # Dynamo emits the messages of the outermost function only.
     tx.output.root_tx.debug_locals.append((DebuggingVariable(said, source=source), rest))
     return ConstantVariable.create(None)
 

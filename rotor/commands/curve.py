@@ -194,13 +194,13 @@ class CurveFacts:
         return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
 
     def base_seconds(self, curve: Curve) -> float:
-        """Return the time that others are compared with: plain, on the clock of the curve."""
+        """Return the time of a plain step, in measured or in planned seconds like the curve."""
         if self.is_measured and self.plain_seconds is not None:
             return self.plain_seconds
         return float(curve.seconds[-1])
 
     def scale(self, curve: Curve) -> float:
-        """Return the factor from times of the curve to those of plain's row, as it ran."""
+        """Return the factor from times of the curve to the time of the plain step as it ran."""
         base = self.base_seconds(curve)
         return 1.0 if self.plain_seconds is None or not base else self.plain_seconds / base
 
@@ -210,7 +210,7 @@ def _at(curve: Curve, limit: int | None) -> float | None:
 
 
 def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> str:
-    """Return a table of a curve, at most so many of its points, with its marks, and a sentence."""
+    """Return a table of a curve: its marks and at most `points` others, and a sentence."""
     facts = facts or CurveFacts()
     count = len(curve.bytes)
     most = min(points, count)
@@ -222,7 +222,7 @@ def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> st
     lines += [(size, _at(curve, size) or 0.0, name) for name, size in curve.marks]
     rows = [["memory of a step", "% of plain", "time", "x plain", ""]]
     for size, seconds, name in sorted(lines):
-        # A plain step's peak is a fact; plans set more aside, for a loss that they cannot see.
+        # A plain step ran with its peak; plans set more aside for a loss that they cannot see.
         is_short = size < curve.minimum_bytes
         least = "nothing fits" if is_short and name != _PLAIN else ""
         share = f"{size / facts.plain_bytes:.0%}" if facts.plain_bytes else "-"

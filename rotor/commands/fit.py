@@ -91,7 +91,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     subject = Subject(arguments)
     subject.check()
     limit = within_total(arguments, subject, limit)
-    # On a terminal, a bar; what each of many batches logs says little.
+    # A terminal shows a bar instead of the messages that each of many batches would log.
     tell(arguments, "trying batches")
     logging.getLogger("rotor").setLevel(logging.WARNING)
     loss = subject.loss or likely_loss

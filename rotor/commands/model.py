@@ -180,7 +180,7 @@ def limit_of(arguments: argparse.Namespace) -> int | None:
     A percentage is one of what is free on the device, or on the machine that is planned for. Raises
     ValueError if the limit cannot be read.
     """
-    total_of(arguments)  # Its errors come first, too.
+    total_of(arguments)  # Raises its errors before those of the limit.
     text: str | None = arguments.limit
     if text is None:
         return None

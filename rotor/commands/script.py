@@ -274,7 +274,7 @@ class _Watcher:
         self._say(advice, room)
 
     def _say(self, advice: Advice, room: Room | None = None) -> None:
-        """Say what a limit costs; with the room of the device, as a limit for all of it."""
+        """Say what a limit costs: one of a step, or one of all bytes if a room is given."""
         limit = advice.limit_bytes
         plain = advice.plain_bytes if self._needs is None else self._needs
         needs = f"this step needs {format_bytes(plain)} above the model"
@@ -287,7 +287,7 @@ class _Watcher:
         elif limit >= plain and room is None:
             self._tell(f"{needs}; no plan needs less")
         else:
-            # After a failure, a plan that runs nothing again is a cure too: plain held more.
+            # After a failure, even a plan without recomputation may help: it holds fewer values.
             cost = advice.slowdown - 1
             shown = _rounded(limit)
             option, flag = ("mem_limit", "limit") if room is None else ("total_limit", "total")
@@ -319,7 +319,7 @@ class _Watcher:
             write_command_json(self._arguments, data, self._arguments.json)
 
     def finish(self) -> None:
-        """Say what is still to be said at the end of the script."""
+        """Explain the noted call if none was explained, and tell how a limit was kept."""
         if self._arguments.watch and self._module is None:
             self._tell("no module trained: nothing was seen to plan")
         elif self._arguments.watch and not self._is_explained:

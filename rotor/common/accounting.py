@@ -117,7 +117,7 @@ LOSS_GRADIENTS = 3
 ESTIMATE_MARGIN = {"forward": 8, "loss": 8, "backward": 2}
 """Part of an estimated minimum that is added to it, by phase of the failure.
 
-In a backward that computes values again, each waits for others, and holds what it has."""
+In a backward that recomputes values, each recomputation waits for others and holds its values."""
 
 HELD_MARGIN = 8
 """Part of the peak without any eviction that is added to it where it is the estimate."""

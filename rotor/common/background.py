@@ -27,7 +27,7 @@ def checked_planning(value: Any) -> str:
 
 
 class Stopped(Exception):
-    """End of work that is no longer wanted."""
+    """Signal that ends work which is no longer wanted."""
 
 
 Work = Callable[[Callable[[], bool]], Any]

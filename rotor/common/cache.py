@@ -1,10 +1,10 @@
 """Small tables of numbers, and single contents, that rotor keeps on disk between runs.
 
 Each is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory for
-caches. A file says of what kind and for what it is, and has a checksum of all of that and of what
-it holds; writers replace whole files, and the oldest contents make room for others. A file that is
-damaged, in another's place, no regular one, or one that another user owns or may write to counts as
-missing; a file that cannot be written is skipped. Without a home directory nothing is kept.
+caches. A file names its kind and its environment, and has a checksum of these and of its content;
+writers replace whole files, and the oldest contents make room for others. A file counts as missing
+if it is damaged, of another kind or environment, not regular, or if another user owns it or may
+write to it; a file that cannot be written is skipped. Without a home directory nothing is kept.
 """
 
 from __future__ import annotations

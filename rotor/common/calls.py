@@ -92,12 +92,12 @@ def _flat_structure(positional: int, names: tuple[str, ...], targets: int) -> st
 def leaf_signature(leaf: Any) -> Any:
     """Return the part of a signature that comes from one leaf of the arguments.
 
-    Objects count by their type: what captured code reads of them, its guards compare.
+    Objects count by their type: guards compare the attributes that captured code reads.
     """
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, float | complex):
-        # -0.0 is another number than 0.0, and what is not a number is itself.
+        # As texts, -0.0 differs from 0.0, and NaN equals NaN.
         return (type(leaf), repr(leaf))
     if isinstance(leaf, _VALUES):
         return (type(leaf), leaf)
@@ -173,7 +173,7 @@ class PlainValues:
 
     @classmethod
     def of(cls, measured: Sequence[Any]) -> PlainValues:
-        """Return those of a kind of step; none where ranks compare all values."""
+        """Return the plain values of a kind of step; none where ranks compare all values."""
         return next((part for part in measured if isinstance(part, cls)), cls({}, Reads()))
 
     def __init__(self, values: dict[int, Any], reads: Reads) -> None:

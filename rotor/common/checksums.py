@@ -54,7 +54,7 @@ UNSPECIFIED_OUTPUTS = frozenset(
         *("log_sumexp", "reserve", "workspace"),
     )
 )
-"""Names of further outputs that may be: states without dropout, padding, scratch."""
+"""Names of other outputs that may be uninitialised: states without dropout, padding, scratch."""
 
 PARTLY_WRITTEN = {("_ctc_loss", 1), ("_cudnn_rnn", 3), ("miopen_rnn", 3), ("mkldnn_rnn_layer", 3)}
 """Operators, and the numbers of outputs without a name of which they write a part."""

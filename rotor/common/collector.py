@@ -1,7 +1,7 @@
 """Pauses of Python's collector of cycles.
 
-Its frees would be taken for those of metered code; and it walks all objects again and again where
-many are made that live on, as in a capture.
+Memory that it frees would be taken for memory that metered code frees; and where many objects are
+made that live on, as in a capture, it walks all objects again and again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CollectorPause:
             raise
 
     def end(self) -> None:
-        """Let the collector run again, as it did before the first pause; do nothing twice."""
+        """Let the collector run again, as before the first pause; a second call does nothing."""
         if not self.is_on:
             return
         try:

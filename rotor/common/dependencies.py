@@ -146,7 +146,7 @@ class Dependencies(Watch):
     most: ClassVar[int] = 2_000
 
     def __reduce__(self) -> Any:
-        """Stand for nothing in copies, which find their own places."""
+        """Become ``None`` in copies of the owner, which find their own places."""
         return type(None), ()
 
     def __init__(self, modules: Iterable[tuple[str, Any]], *, with_parameters: bool = True) -> None:
@@ -239,7 +239,7 @@ class Dependencies(Watch):
         """Leave out states of generators and contents of arrays."""
 
     def _mutable(self, value: Any, holder: Place | None) -> None:
-        """Leave tensors to their versions."""
+        """Leave tensors out: their versions tell whether they were written to."""
 
     # -- reading them
 
@@ -290,7 +290,7 @@ class Dependencies(Watch):
             yield source, list(islice(following, len(source.keys)))
 
     def refill_empty(self) -> list[Callable[[], None]]:
-        """Empty what was empty; return functions that undo it."""
+        """Empty the dictionaries that were empty before; return functions that undo it."""
         found = [(owner, dict(owner)) for owner in self._empty if owner]
         for owner, _ in found:
             owner.clear()

@@ -50,9 +50,9 @@ class _Bridge(Function):
 
 
 def apart_of(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool) -> Any:
-    """Return arguments without what they were computed of, which other arguments may be.
+    """Return arguments cut from what they were computed of, for that may be other arguments.
 
-    Those that are to be differentiated lead on to it, each by a node of its own.
+    If gradients are to be differentiated, each is connected to it by a node of its own.
     """
     tensors = tree_tensors(value)
     asked = {id(t): t for t in tensors if t.requires_grad and not isinstance(t, nn.Parameter)}
@@ -68,8 +68,8 @@ def apart_of(value: Any, apart: dict[int, torch.Tensor], is_differentiable: bool
 def with_views(output: Any) -> Any:
     """Return a result in whose graph tensors that share memory are views of the largest.
 
-    A node gives its results apart: what is written to one of them would change others' values, and
-    not their gradients.
+    As plain results of a node they would be unrelated: a write to one of them would change the
+    values of others, but not their gradients.
     """
     found = [t for t in output_tensors(output) if t.grad_fn is not None]
     if len(found) < 2:

@@ -17,7 +17,7 @@ __all__ = ["compiled"]
 
 _KIND = "code"
 _LEAST_CHARACTERS = 10_000
-"""Sources below this length are compiled sooner than read."""
+"""Length of a source below which compiling takes less time than reading the file."""
 
 _DIGITS = 24
 
@@ -31,7 +31,7 @@ def compiled(source: str) -> CodeType:
         return compile(source, filename, "exec")
     kept = cache.load_bytes(_KIND, digest)
     if kept is not None:
-        # It is whole, and for this digest: this version of Python has written it.
+        # The content is undamaged and has this digest, so this version of Python has written it.
         code: CodeType = marshal.loads(kept)
         return code
     code = compile(source, filename, "exec")

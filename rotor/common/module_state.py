@@ -384,7 +384,7 @@ class Watch:
 
     def _object(self, name: str, value: Any) -> None:
         if is_library(type(value).__module__) and not isinstance(value, _WATCHED):
-            # A writer of tables, or a file that is temporary, holds a stream.
+            # A writer of CSV, or a temporary file, holds a stream.
             held = [*gc.get_referents(value), *getattr(value, "__dict__", {}).values()]
             streams = [getattr(one, "__self__", one) for one in held]
             self._waiting += [(name, one, None) for one in streams if isinstance(one, io.IOBase)]

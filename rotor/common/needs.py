@@ -15,8 +15,8 @@ __all__ = ["Needs"]
 class Needs:
     """Largest number of bytes in use while a part of a step runs again, and is differentiated.
 
-    `report` is called with the bytes, and with whether others are kept beside (``None``: these are
-    all). `start_bytes` are the bytes in use before the step, where the part is all of it.
+    `report` is called with the bytes, and with whether the plan keeps others beside them (``None``
+    if these are all). `start_bytes` are the bytes in use before the step, if the part is all of it.
     """
 
     def __init__(self, device: torch.device, report: Callable[[int, bool | None], object]) -> None:
@@ -41,7 +41,7 @@ class Needs:
             self.tell(self._is_kept)
 
     def tell(self, is_kept: bool | None) -> None:
-        """Report the bytes; what needs more later is reported then."""
+        """Report the bytes; a larger need that is noted later is reported when it is noted."""
         self._told = self._most
         self._is_kept = is_kept if self.start_bytes is None else None
         self._report(self._most, self._is_kept)

@@ -178,8 +178,8 @@ def sharers(device: torch.device) -> int:
 
     All processes on this machine share the CPU's memory, and all on one device its memory;
     ``torchrun`` declares their number in ``LOCAL_WORLD_SIZE``. Where this process sees fewer
-    devices than there are processes, each may have been given one of its own: ranks then tell each
-    other theirs, in no collective operation.
+    devices than there are processes, each may have been given one of its own: each rank then tells
+    the others its device through the store of the group, in no collective operation.
     """
     declared = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not declared.isdecimal() or not (
@@ -200,7 +200,7 @@ _PATIENCE = timedelta(seconds=20)
 
 
 def _found_sharers(device: torch.device, divided: int) -> int:
-    """Return the number of ranks on the same physical device; `divided` if one does not say."""
+    """Return the number of ranks on the same physical device; `divided` if one does not answer."""
     store = core.default_store()
     mine = f"{socket.gethostname()} {devices.identity(device)}"
     store.set(f"rotor/device/{distributed.get_rank()}", mine)

@@ -275,7 +275,7 @@ class Rerun:
         written = self._written(value)
         ends = [(k, self._kept[k]._version, self._kept[k].detach().clone()) for k in written]
         with ExitStack() as stack:
-            # In the end these are what the new graph has saved, and the first one.
+            # The tensors get back the versions with which both graphs have saved them.
             begins = [(self._kept[k], self._versions[k]) for k in written]
             stack.enter_context(backwards.versions_set(begins))
             stack.enter_context(backwards.outside_transforms())
@@ -339,7 +339,7 @@ class Rerun:
         roots = [k for k, gradient in enumerate(given) if gradient is not None]
         if not asked or not roots:
             return {}
-        with CollectorPause():  # It would free memory of others between the levels.
+        with CollectorPause():  # Between two readings of the level it would free other memory.
             if self.leave is not None and torch.is_grad_enabled():
                 if (release := self.leave()) is not None:
                     release()

@@ -1,7 +1,7 @@
-"""Silence of trials: what their code prints, logs or writes to files, nobody reads.
+"""Silence of trials: what their code prints, logs or writes to files is dropped.
 
-The descriptor of a file leads nowhere meanwhile, whichever object writes to it: so files opened for
-appending, and pipes, are as they were.
+The descriptor of a file leads to the null device meanwhile, whichever object writes to it, so that
+files opened for appending, and pipes, stay as they were.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["is_file", "silence"]
 
 _HEARD = ("rotor", "torch")
-"""Loggers that say what is true of a trial."""
+"""Loggers whose messages stay, for they hold for the user's steps too."""
 _FILES: Any = io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom | io.FileIO
 
 
@@ -34,10 +34,9 @@ def is_file(stream: Any) -> bool:
 
 
 class _Unheard:
-    """Standard stream that one thread writes to in vain.
+    """Standard stream that drops what one thread writes.
 
-    Other threads write to `stream`. So do warnings, for they may come only once, and lines of
-    rotor.
+    Other threads write to `stream`, and so do warnings, which may come only once, and rotor itself.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -62,7 +61,7 @@ class _Unheard:
 
 @contextmanager
 def silence(files: Iterable[Any]) -> Iterator[None]:
-    """Let nothing come out in the context that is written to files, printed or logged."""
+    """Drop what this thread prints or logs in the context, and all that is written to files."""
     with ExitStack() as stack:
         stack.enter_context(_unlogged())
         for file in files:

@@ -1,8 +1,8 @@
 """Tensors that stand in for others, in the caller's own containers.
 
-A call that writes to a dictionary, a list or an object of its caller's must be given that one, and
-not a copy: so tensors are exchanged within them, and exchanged back when the call ends. What a call
-returns, or keeps in attributes, is known by its containers too.
+A call that writes to a dictionary, a list or an object of its caller's must be given this object,
+not a copy: so tensors are exchanged within such containers, and exchanged back when the call ends.
+Values that a call returns, or keeps in attributes, are recognised by their containers too.
 """
 
 from __future__ import annotations

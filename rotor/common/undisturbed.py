@@ -201,7 +201,7 @@ def copied_arguments(value: Any, *, copies_tensors: bool = False) -> Any:
         ) from None
 
 
-# -- the world
+# -- the model and its surroundings
 
 Roots = nn.Module | Iterable[tuple[str, Any]]
 

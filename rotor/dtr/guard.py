@@ -54,10 +54,10 @@ def _functions(names: str, *owners: Any) -> list[Callable[..., Any]]:
     return [function for function in found if function is not None]
 
 
-# They have finished with the bytes when they return, and run no operators that could evict them.
+# Functions that no longer need the bytes when they return, and run no operator that could evict.
 _READ = frozenset(_functions("__repr__ __format__ tolist", torch.Tensor))
 
-# Their results share the bytes, or they read several tensors.
+# Functions whose results share the bytes, or that read several tensors.
 _SHARED = frozenset(
     _functions(
         "numpy __array__ data_ptr const_data_ptr mutable_data_ptr untyped_storage storage "
@@ -66,7 +66,7 @@ _SHARED = frozenset(
     )
 ).union({torch.Tensor.__cuda_array_interface__.__get__, torch.Tensor.data.__set__})  # type: ignore[attr-defined]
 
-# They read lengths, sizes and indices by pointer, and all else by operators.
+# Functions that read lengths, sizes and indices by pointer, and all else by operators.
 _INDEXED = frozenset(
     _functions("tensor_split", torch.Tensor)
     + _functions("tensor_split ctc_loss _pad_packed_sequence", torch)
@@ -74,12 +74,12 @@ _INDEXED = frozenset(
     + _functions("ctc_loss", functional)
 )
 
-# They read elements of lists without operators, and tensors with them.
+# Functions that read elements of lists without operators, and tensors with them.
 _COLLECTING = frozenset(
     _functions("tensor as_tensor asarray", torch) + _functions("new_tensor", torch.Tensor)
 )
 
-# They write with code of their own.
+# Functions that write with code of their own.
 _WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
 
 

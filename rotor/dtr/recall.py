@@ -239,7 +239,7 @@ class Recall:
     def count_slack(self) -> None:
         """Have the limit include what an accelerator's counter has beyond storages, from now on."""
         if self.limit is not None and not self._is_cpu and devices.has_counters(self.device):
-            # What libraries take once is no rest.
+            # Let libraries take now what they keep, which would count as slack.
             devices.prepare(self.device)
             self._slack = Slack(self.device)
             self._handler.slack_bytes = self._slack.most_per_block
@@ -273,7 +273,7 @@ class Recall:
     def _make_room(self, nbytes: int, least: int, *, is_wish: bool = False) -> None:
         """Evict until `nbytes` fit, or, where nothing is left to evict, at least `least`.
 
-        Where this is a wish, it may stay one.
+        If neither fits, a wish is dropped; otherwise BudgetError is raised, or a warning given.
         """
         read_times(self.device)
         if self._slack is not None:
@@ -281,7 +281,7 @@ class Recall:
         make_room, now = self._book.make_room, CLOCK or perf_counter_ns
         start = now()
         taking = 0
-        # What the operation that has begun needs does not go for a wish.
+        # Inputs of the operation that has begun are not evicted for more than `least`.
         enough = -1 if self.limit is None else self.limit - self._apart_bytes(self.limit) - least
         found = make_room(nbytes, enough)
         while found:
@@ -317,7 +317,7 @@ class Recall:
 
     def _take(self, storage: torch.UntypedStorage, node: int) -> None:
         """Free the bytes of a storage; those that NumPy shares count until the storage dies."""
-        # PyTorch marks what it shows NumPy so, and what an operator of others makes of an array.
+        # NumPy's storages cannot be resized, nor can those that custom operators make of arrays.
         is_shared = self._is_cpu and not storage.resizable() and not self._is_custom(node)
         nbytes = storage.nbytes()
         taken = self._bytes.take(storage)
@@ -411,7 +411,7 @@ class Recall:
         A second tier may take them from memory all the same.
         """
         book = self._book
-        # What is held cannot die, so that its number stays its own.
+        # References keep the storages alive, so that no number is given to another storage.
         held = [(node, storage) for node in nodes if (storage := book.storage(node)) is not None]
         for node, _ in held:
             if not self._may_stay_away(node):
@@ -546,7 +546,7 @@ class Recall:
                     self._book.hold(node, None)
 
     def _copy(self, node: int) -> int:
-        """Have the records of a source read a copy of it; its new number."""
+        """Have the records of a source read a copy of it; return the source's new number."""
         storage = self._storage(node)
         now = CLOCK or perf_counter_ns
         start = now()

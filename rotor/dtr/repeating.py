@@ -92,7 +92,7 @@ def _is_specified(operator: Operator, index: int) -> bool:
 
 
 def _may_be_specified(record: _core.Record, index: int) -> bool:
-    """Return whether a result may be compared, if it is looked into where it differs."""
+    """Return whether a result may be compared, provided that differences are examined."""
     operator = record.operator
     if operator.name in _EMPTY or any(origin >= 0 for origin in record.origins):
         return False
@@ -110,7 +110,7 @@ def _leaves_unwritten(
     if key in _PARTLY_WRITTEN:
         return True
     if key not in _unwritten:
-        # In this order: memory that was filled may be the next to be given out.
+        # The plain run comes first: after the filled one it might be given the filled memory.
         plain = _is_fill(result_tensors(handler.rerun(record, storages, None))[index])
         filled = result_tensors(handler.rerun(record, storages, _run_filled))[index]
         if filled.shape == plain.shape and _any_beyond(filled, plain):

@@ -203,7 +203,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         """Note that an operator has run, before its results are recorded."""
 
     def _vary(self, operator: Operator, args: Any, known: Needs) -> Needs | None:
-        """Return the needs of an operator with data-dependent results; `known` are another's."""
+        """Return the needs of an operator with data-dependent results, from an earlier run's."""
         odd = operator.treatment
         if odd.varies_if is not None and not odd.varies_if(args):
             return None
@@ -219,7 +219,7 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         return Needs(made, workspace, known.is_measured)
 
     def _note_varying(self, key: bytes | None, needs: Needs) -> None:
-        """Remember the largest run; where more was made than foreseen, make room after it."""
+        """Remember the needs of the largest run; make room if it made more than foreseen."""
         if key is not None:
             known = self._needs.get(key)
             if known is None or not known.is_measured or known.made_bytes < needs.made_bytes:
@@ -330,8 +330,8 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
         self._is_leaving = True
         overflows = self._overflows
         try:
-            # Bringing one back may evict another that is not pinned yet. What Python's collector
-            # takes together with the session stays away: its storage is gone, its end not yet told.
+            # Bringing one back may evict another that is not pinned yet. Nodes that the collector
+            # takes together with the session stay evicted: their storages are gone already.
             earlier: list[int] = []
             while (nodes := book.evicted()) and nodes != earlier:
                 self._restore(nodes)

@@ -36,7 +36,7 @@ class Slack:
     def peak_bytes(self) -> int | None:
         """Return the most that was allocated above the level on entry.
 
-        ``None`` where the device's counter does not tell: it was higher before, and not reset.
+        ``None`` if the device's counter has not risen, since it was higher before the entry.
         """
         peak = devices.counters(self._device)[1]
         return None if peak == self._peak else peak - self._level

@@ -114,7 +114,7 @@ class StepSession(Session):
         self.aim(self._aimed)
 
     def _warn_of_excess(self) -> None:
-        """Leave it to the meter of the step."""
+        """Give no warning: the meter of the step does."""
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have these tensors in memory whenever the session pauses: after `leave_room`."""
@@ -125,7 +125,7 @@ class StepSession(Session):
         """Evict until `nbytes` of the limit are left; BudgetError: fewer than `least` are."""
         slack_bytes = self._handler.slack_bytes
         if slack_bytes > 0:
-            # The blocks that a loss makes are the allocator's to cut.
+            # The allocator may add slack to each of the blocks that a loss makes.
             nbytes += slack_bytes * min(nbytes // slack_bytes, LOSS_GRADIENTS)
         nodes = {ref.node for ref in self._kept_refs if ref() is not None}
         with self._handler, dispatch.without_modes():

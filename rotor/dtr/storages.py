@@ -41,7 +41,7 @@ class Store(Protocol):
 
 
 class Bytes(Protocol):
-    """Method by which a storage loses and regains its bytes."""
+    """Method of taking a storage's bytes away, and of giving them back."""
 
     copies: bool
     """True if giving bytes back takes a second copy of them for a moment."""

@@ -45,8 +45,8 @@ class Advice:
 def cheap_limit(curve: Curve) -> int:
     """Return the least limit that costs at most a tenth of the time.
 
-    If that saves next to nothing, return the least limit that costs a quarter, half, or as much
-    again; if these save nothing either, return the least limit of all.
+    If it saves next to nothing, return the least limit that costs at most 25 %, then 50 %, then
+    100 % of the time; if none of these saves more, return the least limit of all.
     """
     slower = curve.seconds / curve.seconds[-1]
     for most in _CHEAP:
@@ -74,7 +74,7 @@ def advise(
     device = device_of_call(module, args, kwargs)
 
     def limit_of(curve: Curve) -> int:
-        # Looked at last: what planning has loaded will be there beside each step, too.
+        # Read after planning: libraries that planning has loaded take memory beside each step.
         return cheap_limit(curve) if room is None else room.take(device)
 
     with batches.unchanged(module, device, (args, kwargs)), warnings.catch_warnings():
@@ -92,7 +92,7 @@ def advise(
                 curve,
                 plan.unlimited_bytes,
                 limit,
-                # A point of the curve may be below the limit, and parts are not all of a step.
+                # A point of the curve may be faster within the limit; parts are not a whole step.
                 min(1 + plan.recomputation, _slowdown(curve, limit) or float("inf")),
                 plan.engine,
                 plan.predicted_bytes,

@@ -171,7 +171,7 @@ class LargestBatch:
 
     @property
     def sentence(self) -> str:
-        """The answer in one sentence: the batch before and now, what it costs, the fastest."""
+        """The result in one sentence: plain and largest batch, their throughputs, the fastest."""
         largest, plain = self.largest, self.plain
         fastest = f"fastest is {self.best.batch} ({self.best_runs})"
         if plain is None:

@@ -267,7 +267,7 @@ class _Search:
         batch = size * self.unit
         self.rows[runs, batch] = TriedBatch(batch, runs, fits, least, **ran)
         shown = "-" if least is None else format_bytes(least)
-        # How many are left is known at the end alone.
+        # The number of sizes that are left is known only at the end.
         self.update(len(self.rows), len(self.rows) + 1)
         logger.debug(
             "batch %d (%s): least %s, %s", batch, runs, shown, "fits" if fits else "too large"
@@ -321,7 +321,7 @@ class _Search:
         if not ran.fits:
             self.enough = ran.least_bytes or self.enough
         if plan is not None and plan.engine == "dynamic":
-            # The limit that a refused step names would do; the least one is unknown.
+            # The peak of a refused step is a limit that suffices; the least one is unknown.
             least = ran.measured_bytes if not ran.fits else None
         return steps.runner, least, ran.fits
 
@@ -462,7 +462,7 @@ class _Search:
                 if over is not None and low + 1 < high:
                     self._note("plain", low + 1, False, over)
                 break
-            # Parts that do not grow with the batch only help: in proportion it fits.
+            # Bytes grow at most in proportion to the batch, so that this size fits.
             safe = int(low * self.limit / line.points[low]) if low else 0
             size = max(low + 1, min(safe, high - 1, high if guess is None else guess))
         if found is None:

@@ -47,10 +47,10 @@ _LEAST_POINTS = 2_000
 """States where only the least bytes in a tier are asked for."""
 
 _LINK_SHARE = 50
-"""Divisor of the time of transfers, of which this part counts: none is made for nothing."""
+"""Divisor of the time of transfers in costs, so that none is made without a gain."""
 
 _PRECISION = 1 << 10
-"""Divisor of the least limit: within this share it is known where the tier is limited too."""
+"""Divisor of the least limit that gives its uncertainty where the tier is limited too."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Option:
 
     @property
     def cost_ns(self) -> int:
-        """Time, and a little for transfers: of ways that are as fast, the one that moves less."""
+        """Time, and a part of the link's time: of equally fast ways, the one that moves less."""
         return self.time_ns + self.link_ns // _LINK_SHARE
 
 

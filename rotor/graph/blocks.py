@@ -87,9 +87,9 @@ def program_bytes(
 ) -> BlockBytes:
     """Return the bytes of a program, the largest of several orders within its operations.
 
-    These are the first and the last of the known `orders`, and two in which the workspace of an
-    operation is one block, made before its results or after them: a kernel need not do in a step
-    what it did alone. `beside` are the bytes of blocks in use from the beginning to the end.
+    These take the first or the last of each operation's known `orders`, or make its workspace one
+    block, before its results or after them: a kernel need not do in a step what it did alone.
+    `beside` are the bytes of blocks in use from the beginning to the end.
     """
     replayed = [
         replay(each.inside, expandable=expandable)

@@ -98,7 +98,7 @@ class _Moment:
         self.rows.append((terms, 0.0 if other else -1.0))
 
     def _need(self) -> None:
-        """Demand all that is read later, and the inputs of runs; limit what is in memory."""
+        """Require values that are read later, and the inputs of runs; limit the bytes in memory."""
         ops = self.graph.operations
         later = {s for op in ops[self.begin :] for s in op.inputs if s in self.index}
         for storage in sorted(later):

@@ -104,12 +104,12 @@ class Storage:
 
     @property
     def keeping(self) -> int:
-        """Number of the core for what stays: 0 no copy, 1 the first, 2 it and others in use."""
+        """Number in the core for the copies that stay: 0 none, 1 the first, 2 also ones in use."""
         return 2 if self.pinned == FIRST else int(self.pinned)
 
 
 def _whole(what: str, value: Any, owner: object = "", least: int = 0) -> int:
-    """Return a whole number; the errors name it and its owner, which has a text only then."""
+    """Return a whole number; errors name it and its owner, whose text is made only for them."""
     if type(value) is int and least <= value <= LARGEST:
         return value
     where = f"{what} {owner}".strip()

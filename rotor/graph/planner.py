@@ -32,7 +32,7 @@ _LARGEST_EFFORT = 1_000_000
 _MOST_LEAST = 64
 _Link = tuple[float, float, int, bool, int, int, int]
 _least: OrderedDict[tuple[int, _Link | None], tuple[int, bytes]] = OrderedDict()
-"""Least peaks, which follow from bytes, and their programs, of the latest graphs refused."""
+"""Least peaks, and the programs that have them, of the latest graphs that were refused."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:

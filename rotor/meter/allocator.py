@@ -101,7 +101,7 @@ def driver_bytes(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         found = _core.cuda_memory(device.index, None, "")
         free, total = found["free_bytes"], found["total_bytes"]
-    if free < 0:  # No driver by its usual name, or no context yet.
+    if free < 0:  # The driver's library was not found, or there is no context yet.
         free, total = devices.free_and_total_bytes(device)
     return free, total
 
@@ -333,7 +333,7 @@ def _is_occupied(place: tuple[torch.device, int]) -> bool:
 
 def _occupy(candidate: Meter) -> None:
     if _is_occupied(candidate.place):
-        # Frames of an exception may be all that holds that meter.
+        # Perhaps only the frames of an exception still refer to the other meter.
         gc.collect()
     with _running_lock:
         if _is_occupied(candidate.place):
@@ -403,7 +403,7 @@ class _CpuMeter(Meter):
             self._finish()
 
     def _finish(self) -> None:
-        # Thousands of objects are made here that soon go: nothing is collected for them.
+        # Thousands of short-lived objects are made here, which need no run of the collector.
         try:
             with CollectorPause():
                 events = self._trace.stop()
@@ -428,9 +428,9 @@ class _Freed:
 class _DeviceMeter(Meter):
     """Meter of an accelerator: by its allocator's events, else by its counters.
 
-    Counters give a peak after a reset only, which is the user's too. Events do not nest, and end in
-    the thread in which they began. A backward ends in another one: after it, the main thread ends
-    them.
+    Counters give a peak only after a reset, which would reset the user's peak too. Recordings of
+    events do not nest, and must end in the thread in which they began. A backward ends in another
+    thread: the main thread ends the recording after it.
     """
 
     _by_counters = False
@@ -469,7 +469,7 @@ class _DeviceMeter(Meter):
 
     def at_end_of_backward(self, done: Callable[[], object], failed: Callable[[], object]) -> None:
         if self._trace is None:
-            # Another's profiler may be on in this thread, which goes on.
+            # A profiler of the user's may be on in this thread, and must stay on.
             core.at_end_of_backward(done, failed, at_once=True)
         elif core.profiler_enabled_here():
             main_thread.at_return_of_backward(self._note_end, done, failed)
@@ -544,7 +544,7 @@ class _DeviceMeter(Meter):
             current, highest = devices.counters(self.device)
             self._levels.append(current - self._base)
             if highest > self._highest and not self._pause.is_on:
-                # Other threads, whose events are not seen, count too.
+                # The counter includes other threads, whose events are not seen.
                 self._peak_bytes = highest - self._base
             self._trace.mark(END)
 

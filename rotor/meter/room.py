@@ -130,7 +130,7 @@ class Room:
     def is_outgrown(self, plan: Any) -> bool:
         """Return whether a plan takes more than there is now, or could take more with a gain.
 
-        What came to live on the device since the latest look is taken off, whatever it is.
+        Whatever was allocated on the device since the latest look is subtracted from the room.
         """
         if self.latest is None:
             return False
@@ -151,7 +151,8 @@ class Room:
 def _give_blocks_back(total: int | str | None) -> None:
     """Have the heap give large blocks back, where the process has a limit.
 
-    It would keep them, in pieces that suit no other block: a third of a step was seen.
+    It would keep them in pieces that are too small for other blocks: as much as a third of a step's
+    bytes was seen.
     """
     probe = _core.probe_memory()
     limits = probe["address_space_limit_bytes"], probe["data_limit_bytes"]

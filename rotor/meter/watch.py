@@ -100,8 +100,8 @@ class LevelWatch(_Watch):
     def mark(self, name: str) -> None:
         """Compare the level at the start of a part of the step.
 
-        Reading the heap takes some microseconds: at the end of a captured part, whose memory does
-        not vary, it would tell what the start told.
+        Reading the heap takes some microseconds, and is left out around captured parts, whose
+        memory does not vary.
         """
         if name.startswith(("after ", "before ")):
             return

@@ -225,7 +225,7 @@ def _sequence_data(
 
 
 def _run_kinds(ops: Sequence[Operation]) -> list[str]:
-    """Return the purpose of each run of a schedule: the first forward of a stage keeps or drops."""
+    """Return the purpose of each run: a stage's first forward is "kept" or "dropped"."""
     seen: set[int] = set()
     kinds = []
     for op in ops:
@@ -248,7 +248,7 @@ def _traced(
 
 
 def _plain_graph(program: Program) -> list[tuple[int, int]] | None:
-    """Return (nanoseconds, bytes) of a step of every operation once; ``None`` if it is that."""
+    """Return (nanoseconds, bytes) of a step without recomputation; ``None`` if this is one."""
     graph = program.graph
     if len(program.actions) == len(graph):
         return None
@@ -257,7 +257,7 @@ def _plain_graph(program: Program) -> list[tuple[int, int]] | None:
 
 
 def _plain_chain(sequence: Schedule, loss_ns: int) -> list[tuple[int, int]] | None:
-    """Return (nanoseconds, bytes) of a step of every stage once; ``None`` if it is that."""
+    """Return (nanoseconds, bytes) of a step without recomputation; ``None`` if this is one."""
     chain = sequence.chain
     assert chain is not None
     (kept,) = NoCheckpoint().candidates(chain)

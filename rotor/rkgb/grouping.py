@@ -59,7 +59,7 @@ class _Grouping:
         self.step = step
         self.within = set(trace.forward)
         self.needed = trace.ancestors(trace.outputs)
-        # Values that only the backward reads are no more an effect than the outputs' inputs.
+        # Values that the backward alone reads are needed as well, and no effects.
         late = [read for node in trace.backward for read in node.all_input_nodes]
         self.needed |= trace.ancestors(node for node in late if node in self.within)
         self.returned = set(trace.outputs)
@@ -148,7 +148,7 @@ class _Grouping:
         return min(later or same, key=lambda home: abs(order[home] - order[node]))
 
     def _reaches(self, start: fx.Node | None, goals: set[fx.Node | None]) -> bool:
-        """Return True if a group comes before one of the others."""
+        """Return True if values of a group lead to one of the other groups."""
         waiting, seen = [start], {start}
         while waiting:
             current = waiting.pop()

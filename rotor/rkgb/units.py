@@ -151,7 +151,7 @@ def contracted(
     small = contract(reordered(step, flat), groups, labels)
     paths = [op.module for op in small.operations] if modules is None else modules
     members = [[order[k] for k in op.extra["operations"]] for op in small.operations]
-    # First runs of what runs once, or is random, have the order of the step: so have their groups.
+    # Groups with operations that run once, or are random, first run in the order of the step.
     operations = [
         replace(
             op,

@@ -285,7 +285,7 @@ class Result:
         clock, after = changes["clock"], changes["memory"]
         before = np.concatenate([np.zeros(1, np.int64), after[:-1]])
         peak = np.where(changes["kind"] == 0, before + changes["bytes"], after)
-        # Outputs that were there already exist twice for a moment.
+        # Outputs that already exist are in memory twice for a moment.
         twice = 1 + (peak != after)
         clock, memory = np.repeat(clock, twice), np.repeat(after, twice)
         memory[(np.cumsum(twice) - twice)[twice == 2]] = peak[twice == 2]

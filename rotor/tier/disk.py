@@ -196,7 +196,7 @@ _open: weakref.WeakSet[DiskTier] = weakref.WeakSet()
 
 
 def _drain() -> None:
-    """Have nothing move while the memory of this process is shared with a new one."""
+    """Wait for all transfers before a fork, whose child shares the memory of this process."""
     for tier in list(_open):
         tier.drain()
 

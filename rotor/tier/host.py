@@ -99,7 +99,7 @@ class HostTier(Tier):
         with self._lock:
             timed, self._timed = self._timed, []
             for one in timed:
-                # A wait ends when its copy does, perhaps before the computation comes to it.
+                # A wait ends with its copy, which may end before the computation begins to wait.
                 if not (one.began.query() and one.ended.query()):
                     self._timed.append(one)
                     continue

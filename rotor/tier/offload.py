@@ -103,7 +103,7 @@ class Offload:
         return self.learned < _MOST_LESSONS
 
     def learn(self, write_bytes_per_s: float, read_bytes_per_s: float) -> None:
-        """Count from now on on the speed that steps have shown."""
+        """Have later plans count on a share of the speed that steps have shown."""
         assert self.link is not None
         self.learned += 1
         self.link = replace(

@@ -199,7 +199,7 @@ def _at_phase(nbytes: int, copy: _Copy, alignment: int) -> torch.Tensor:
 
 
 def _finish(tier: Tier, tickets: list[Any]) -> None:
-    """Wait for transfers whose step has failed, so that nothing moves any more."""
+    """Wait for the transfers of a step that has failed, so that none is under way afterwards."""
     for ticket in tickets:
         with suppress(Exception):
             tier.wait(ticket)
