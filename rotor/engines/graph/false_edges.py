@@ -3,7 +3,7 @@
 The gradient of a convolution's input does not depend on that input's values, yet the operator takes
 the tensor, for its sizes and its layout. Such an edge keeps an activation for nothing, or has it
 computed again. A tensor of the same sizes and strides takes its place, on pages of the address
-space that are never touched: kernel and layouts stay, and so do the bits.
+space that are never touched: kernels and layouts stay the same, and so do the bits.
 """
 
 from __future__ import annotations
@@ -76,18 +76,7 @@ PREFIX = "_sizes_of_"
 
 
 def drop_false_edges(module: fx.GraphModule) -> int:
-    """Replace arguments that are read for their sizes only.
-
-    Parameters
-    ----------
-    module
-        Joint graph; it is changed in place.
-
-    Returns
-    -------
-    int
-        Number of replaced arguments.
-    """
+    """Replace arguments in a joint graph that are read for sizes only; return their number."""
     graph = module.graph
     resident = {
         identity
@@ -155,10 +144,7 @@ def _stand_in(module: fx.GraphModule, user: fx.Node, given: fx.Node, name: str) 
 
 
 def of_sizes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without memory.
-
-    Graphs with symbols call it where they need its sizes, which their nodes have as expressions.
-    """
+    """Return a tensor without memory, called by graphs whose sizes are symbols."""
     return without_memory(torch.Size(shape), strides, dtype)
 
 

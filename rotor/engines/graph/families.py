@@ -54,42 +54,27 @@ _KEPT_APART = frozenset(("before", "capture"))
 
 @dataclass
 class Family:
-    """Calls that differ in the sizes of tensors only.
-
-    Attributes
-    ----------
-    names
-        Name of each leaf of the arguments.
-    shapes
-        Shapes of the calls so far, by their `Key.measured`.
-    capture
-        Capture with symbols; ``None`` before the second shape.
-    graphs
-        Graphs with symbols.
-    constants
-        Reasons for which sizes became constants of a graph, by size.
-    refusal
-        Reason for which further shapes are captured alone; empty if they are not.
-    error
-        Error of a capture, after which no other shape is tried.
-    separate_count
-        Number of shapes that were captured alone.
-    seconds
-        Time of planning each shape, by its `Key.measured`.
-    before
-        State before the latest new shape.
-    """
+    """Calls that differ in the sizes of tensors only."""
 
     names: list[str]
+    """Name of each leaf of the arguments."""
     shapes: dict[Any, Shapes] = field(default_factory=dict)
+    """Shapes of the calls so far, by their `Key.measured`."""
     capture: Capture | None = None
+    """Capture with symbols; None before the second shape."""
     graphs: list[SymbolicGraph] = field(default_factory=list)
     constants: dict[str, str] = field(default_factory=dict)
+    """Reasons why sizes became constants of a graph, by size."""
     refusal: str = ""
+    """Reason why further shapes are captured alone; empty if they are not."""
     error: CaptureError | None = None
+    """Error of a capture, after which no other shape is tried."""
     separate_count: int = 0
+    """Number of shapes that were captured alone."""
     seconds: dict[Any, float] = field(default_factory=dict)
+    """Time of planning each shape, by its `Key.measured`."""
     before: dict[str, Any] = field(default_factory=dict)
+    """State before the latest new shape."""
 
     def keep(self) -> None:
         """Keep the state, before a new shape."""
@@ -98,7 +83,7 @@ class Family:
         }
 
     def put_back(self) -> None:
-        """Have everything as it was before the latest new shape."""
+        """Restore the state before the latest new shape."""
         vars(self).update(self.before)
 
     @property
@@ -118,18 +103,13 @@ class Family:
         return sorted(found)
 
     def graph_of(self, captured: Captured) -> SymbolicGraph | None:
-        """Return the graph with symbols of a capture, if it is one."""
+        """Return the graph with symbols of a capture; None if it has no symbols."""
         return next((graph for graph in self.graphs if graph.captured is captured), None)
 
     def text(self, shapes: Shapes, among: Dimensions = ()) -> str:
         """Return the shapes of a call as text.
 
-        Parameters
-        ----------
-        shapes
-            The shapes.
-        among
-            Dimensions that differ: only their leaves are named. Empty for all.
+        `among` are dimensions that differ: if there are any, only their leaves are named.
         """
         leaves = {leaf for leaf, _ in among}
         return ", ".join(
@@ -146,18 +126,10 @@ class Family:
         arguments: Any,
         differing: Dimensions,
     ) -> Unplanned | None:
-        """Capture a call with symbols, or find its graph; ``None`` if it has to be captured alone.
+        """Capture a call with symbols, or find its graph; None if it has to be captured alone.
 
-        Parameters
-        ----------
-        make
-            Function that makes a capture.
-        module, given
-            Module, and what the captured function takes beside it.
-        arguments
-            Arguments of the call, nested.
-        differing
-            Dimensions that become symbols.
+        `make` makes a capture, whose function takes `given` beside the module. `arguments` are
+        those of the call, and `differing` their dimensions that become symbols.
         """
         leaves = core.tree_flatten(arguments)[0]
         if self.capture is None:
@@ -274,13 +246,10 @@ class Families:
 def origins_of(
     captured: Captured, primals: Sequence[Any], leaves: Sequence[Any]
 ) -> tuple[list[tuple[int, int]] | None, dict[int, list[str]]]:
-    """Return the origins of a graph's symbols among the leaves of the arguments.
+    """Return the origins of a graph's symbols among a call's leaves, and the sizes of the leaves.
 
-    Returns
-    -------
-    tuple
-        For each symbol, in the order of `Lowered.symbols`, the leaf and its dimension, ``None`` if
-        one has none; and the sizes of the leaves as expressions.
+    For each symbol, in the order of `Lowered.symbols`, the leaf and its dimension; None if a symbol
+    has no origin. The sizes are expressions, by leaf.
     """
     places = {id(leaf): k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     origins: dict[str, tuple[int, int]] = {}

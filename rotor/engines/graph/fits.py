@@ -1,7 +1,7 @@
 """Costs of operations at sizes at which they were not measured, from a few at which they were.
 
-Times are fitted by least squares, workspaces are bounded from above: a wrong time costs time, a
-wrong byte breaks the limit.
+Times are fitted by least squares, and workspaces are bounded from above: a wrong time only makes a
+plan slower, a wrong byte breaks the limit.
 """
 
 from __future__ import annotations
@@ -25,25 +25,17 @@ Reals = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Point:
-    """Costs of all operations at one shape, and their amounts of work there.
-
-    Attributes
-    ----------
-    values
-        Values of the symbols.
-    ns, workspace
-        Time and workspace of each operation.
-    work
-        Amount of work of each operation, to which its time is about proportional.
-    moved
-        Bytes that each operation reads and writes.
-    """
+    """Costs of all operations at one shape, and their amounts of work there."""
 
     values: tuple[int, ...]
+    """Values of the symbols."""
     ns: Reals
     workspace: Numbers
+    """Bytes of each operation's workspace."""
     work: Reals
+    """Amount of work of each operation, to which its time is about proportional."""
     moved: Reals
+    """Bytes that each operation reads and writes."""
 
     @classmethod
     def of(
@@ -65,13 +57,7 @@ def work_of(moved: Numbers, flops: Numbers) -> Reals:
 
 
 class Fits:
-    """Costs as functions of the symbols.
-
-    Attributes
-    ----------
-    points
-        Shapes at which operations were measured.
-    """
+    """Costs as functions of the symbols, by the shapes at which operations were measured."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -101,18 +87,9 @@ class Fits:
         return found
 
     def workspaces(self, values: Sequence[int], moved: Reals) -> Numbers:
-        """Return upper bounds of workspaces.
+        """Return upper bounds of workspaces at a shape where operations move `moved` bytes.
 
-        Parameters
-        ----------
-        values
-            Values of the symbols.
-        moved
-            Bytes that each operation reads and writes.
-
-        Notes
-        -----
-        At a shape that a measured one covers, the workspace is at most the one measured there.
+        Where a measured shape covers this one, the workspace is at most the one measured there.
         Beyond, it grows from the largest one as the bytes that are moved, or with the exponent by
         which it grew between the measured shapes, if that is larger.
         """

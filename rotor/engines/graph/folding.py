@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 class Changed(Exception):
-    """Signal that a module is no longer like the one that was traced in its place."""
+    """Signal that a module is no longer like the one whose trace stands for it."""
 
 
 class CastOnce(Exception):
@@ -84,7 +84,8 @@ class _Stacks:
 class _Copy:
     """Call of a region whose operations are copied into a graph.
 
-    Copies share the tensors of the region's nodes: tables tell their storages apart.
+    Copies share the tensors of the region's nodes: a `Table` for each copy tells their storages
+    apart.
     """
 
     def __init__(self, region: Region, stacks: _Stacks) -> None:
@@ -96,7 +97,7 @@ class _Copy:
         self._results: dict[fx.Node, torch.Tensor] = {}
 
     def bind(self, inner: fx.Node, outer: fx.Node) -> None:
-        """Have a node of the region be one of the graph."""
+        """Have a node of the graph take the place of a node of the region."""
         self._known[inner] = outer
         here, there = inner.meta["val"], outer.meta["val"]
         self._place(inner, there)
@@ -180,7 +181,7 @@ def _written_out(graph: fx.GraphModule, calls: Sequence[fx.Node], prefixes: Any)
 
 
 def _renumber(graph: fx.Graph) -> None:
-    """Number autograd's operations, which copies share with the nodes they are copies of."""
+    """Number autograd's operations anew: copies have the numbers of the originals."""
     numbers: dict[tuple[int, int], int] = {}
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
@@ -190,30 +191,7 @@ def _renumber(graph: fx.Graph) -> None:
 
 
 class Folding:
-    """Calls of alike modules in one capture.
-
-    Parameters
-    ----------
-    compiler
-        Backend of ``torch.compile``.
-    decompositions
-        Decompositions of operators.
-
-    Attributes
-    ----------
-    copied
-        Number of calls whose operations were copied from another call's.
-    reason
-        Text that says why calls of alike modules were traced with the rest; empty if none were.
-    was_tried
-        True if a module was traced by itself.
-    alike
-        Alike modules of the model.
-    reasons, doubts
-        Reasons for which modules were traced one by one, by dynamo and by AOTAutograd.
-    watch
-        Check of the modules that were not traced.
-    """
+    """Calls of alike modules in one capture; a backend of ``torch.compile`` around `compiler`."""
 
     def __init__(self, compiler: Callable[..., Any], decompositions: Any) -> None:
         self._compiler = compiler
@@ -221,12 +199,18 @@ class Folding:
         self._tracing: regions.Tracing | None = None
         self._calls: dict[int, tuple[str, str]] = {}
         self.watch: Watch | None = None
+        """Check of the modules that were not traced."""
         self.copied = 0
+        """Number of calls whose operations were copied from another call's."""
         self.reason = ""
+        """Reason why calls of alike modules were traced with the rest; empty if none were."""
         self.was_tried = False
+        """True if a module was traced by itself."""
         self.alike = Alike([], [])
         self.doubts: list[str] = []
+        """Reasons of AOTAutograd's to trace modules one by one."""
         self.reasons: list[str] = []
+        """Reasons of dynamo's to trace modules one by one."""
 
     @property
     def text(self) -> str:
@@ -286,7 +270,7 @@ class Folding:
         return self._tracing.calls.get(node.meta.get(regions.MARK, ""))
 
     def _complete(self, graph: fx.GraphModule, calls: list[fx.Node]) -> dict[fx.Node, Any]:
-        """Add the tensors of modules to the calls that lack them; return the paths of these."""
+        """Add the tensors of modules to calls that lack them; return old and new module paths."""
         traced_calls = [node for node in reversed(calls) if self._call_of(node) is None]
         templates = {node.args[1]: node for node in traced_calls}
         prefixes: dict[fx.Node, Any] = {}
@@ -314,7 +298,7 @@ class Folding:
                 else:
                     tensor = call.captured[number]
                     if id(tensor) in known:
-                        # Another call reads it, or the forward itself.
+                        # Another call, or the forward itself, reads the tensor too.
                         arguments[number] = known[id(tensor)]
                         continue
                     with graph.graph.inserting_after(after):
@@ -376,7 +360,7 @@ class Folding:
         return written_out
 
     def _traced(self, calls: list[fx.Node]) -> dict[fx.Node, Family]:
-        """Return the families of calls; calls that have to be traced with the rest have none."""
+        """Return the families of calls; calls that have to be traced with the rest are left out."""
         known: dict[Any, Family] = {}
         refused: set[Any] = set()
         for node in calls:
@@ -455,7 +439,7 @@ class Folding:
 
 
 def _last_known(graph: fx.Graph, names: Sequence[str]) -> fx.Node:
-    """Return the last input that was there before a call, or was added before it."""
+    """Return the last input that existed before a call, or was added before it."""
     wanted = set(names)
     last: fx.Node | None = None
     for node in graph.find_nodes(op="placeholder"):
@@ -469,7 +453,10 @@ def _last_known(graph: fx.Graph, names: Sequence[str]) -> fx.Node:
 def _with_inputs(
     compiled: Callable[..., Any], positions: list[int], watched: weakref.ref[Watch]
 ) -> Callable[..., Any]:
-    """Return the function that gives a compiled one the tensors of modules too."""
+    """Return a function that calls a compiled one with the tensors of modules at their positions.
+
+    It raises `Changed` if the modules have changed.
+    """
 
     def call(*args: Any) -> Any:
         watch = watched()

@@ -1,10 +1,10 @@
 """Costs of operations at a glance, for a first step, and their measurement while training runs.
 
 Each distinct operation runs twice, alone, on made-up inputs of its layout. Both runs show whether
-it repeats, the second one its sizes, its workspace and a rough time. On the CPU, PyTorch's
-own products, convolutions, normalizations and elementwise operations run once if they take long:
-the first planned steps are verified, which proves that they repeat. Times are measured, and what
-ran once is tested, later: a few operations between two steps.
+it repeats, the second run its sizes, its workspace and a rough time. On the CPU, PyTorch's own
+products, convolutions, normalizations and elementwise operations run once if they take long: the
+first planned steps are verified, which proves that they repeat. Later, between training steps,
+times are measured, and operations that ran once are tested, a few at a time.
 """
 
 from __future__ import annotations
@@ -82,21 +82,10 @@ def glance(
     """Return the cost of every operation by a run or two, and the keys of those with rough times.
 
     Sizes and workspaces, and the observations of two runs, are as exact as those of `profile`; a
-    time is that of the latest run. Operations that are kept on disk are not run.
-
-    Parameters
-    ----------
-    lowered, device, primals, progress
-        As of `profile`.
-    keys
-        Result of `keys_of`, if at hand.
-    proves
-        True if the first planned steps are verified: some operations then run once.
-
-    Raises
-    ------
-    MeterBusyError
-        An operation has to be measured, and a profiler or another meter runs.
+    time is that of the latest run. Operations that are kept on disk are not run. `keys` are those
+    of `keys_of`. With `proves`, the first planned steps are verified, and some operations run only
+    once. Raise MeterBusyError if an operation has to be measured while a profiler or another meter
+    runs.
     """
     keys = keys_of(lowered, device) if keys is None else keys
     distinct, known = distinct_operations(lowered, keys, device)
@@ -148,13 +137,7 @@ def _glance(
 
 
 class _Runs:
-    """Runs of one operation on the same arguments, each metered and timed.
-
-    Attributes
-    ----------
-    segment, ns, sizes
-        Name in the meter, time, and sizes of the results, of the latest run.
-    """
+    """Runs of one operation on the same arguments, each metered and timed."""
 
     def __init__(
         self, task: Task, arguments: Arguments, name: str, clock: Clock, meter: memory.Meter
@@ -167,8 +150,11 @@ class _Runs:
         self._meter = meter
         self._count = 0
         self.segment = ""
+        """Name of the latest run in the meter."""
         self.ns = 0
+        """Time of the latest run."""
         self.sizes: list[int] = []
+        """Bytes of the results of the latest run."""
 
     def __call__(self) -> Any:
         self._count += 1
@@ -203,9 +189,9 @@ def _seen(
     meter: memory.Meter,
     proves: bool,
 ) -> tuple[str, int, list[int], int] | None:
-    """Return an operation's name in the meter, time, sizes, flags; ``None`` if it does not run.
+    """Return an operation's name in the meter, time, sizes, flags; None if it does not run.
 
-    Nothing that it was given or has made is alive then.
+    None of its arguments and results is alive when this returns.
     """
     for arguments.whole in wholes_for(task, device):
         try:
@@ -235,23 +221,7 @@ def _run(
 class Refinement:
     """Measurement of rough times, a few operations at a time, between training steps.
 
-    Parameters
-    ----------
-    lowered, device
-        As of `profile`.
-    costs
-        Costs of the operations, some of rough times.
-    rough
-        Keys of these.
-    keys
-        Result of `keys_of`.
-
-    Attributes
-    ----------
-    total
-        Number of operations to measure at the beginning.
-    differing
-        Operations that gave other bits in a second run, and were not known to.
+    `rough` are keys of operations, out of `keys` (the result of `keys_of`), whose costs are rough.
     """
 
     def __init__(
@@ -272,12 +242,14 @@ class Refinement:
                 self._todo.append((key, task))
             if key:
                 self._known[key] = cost
-        # A run that fails now would fail then.
+        # An operation whose run has failed would fail again.
         self._todo = [(key, task) for key, task in self._todo if self._known[key].flags != NOT_RUN]
         self._todo.reverse()
         self._rows: dict[str, list[int]] = {}
         self.total = len(self._todo)
+        """Number of operations to measure at the beginning."""
         self.differing: list[Task] = []
+        """Operations that gave other bits in a second run, and were not known to."""
 
     @property
     def left(self) -> int:
@@ -290,16 +262,10 @@ class Refinement:
         return not self._todo
 
     def advance(self, count: int, primals: Mapping[fx.Node, Any], limit_bytes: int) -> None:
-        """Measure some operations; put the random states back.
+        """Measure the next `count` operations; put the random states back.
 
-        Parameters
-        ----------
-        count
-            Number of operations.
-        primals
-            Inputs of the joint graph, as far as they are known; they are read, not changed.
-        limit_bytes
-            Most bytes that a measurement may take: an operation that needs more keeps its time.
+        `primals` are inputs of the joint graph, as far as they are known; they are read, not
+        changed. An operation whose measurement needs more than `limit_bytes` keeps its rough time.
         """
         arguments = Arguments(self._lowered, ())
         arguments.real.update(primals)
@@ -325,11 +291,11 @@ class Refinement:
         return _made_up_bytes(task.node, primals) + sum(cost.made_bytes) + cost.workspace_bytes
 
     def costs(self) -> list[Cost]:
-        """Return the cost of every operation as it is known now; the loss's is zero."""
+        """Return the present costs of all operations; the loss's is zero."""
         return in_order(self._lowered, self._keys, self._known)
 
     def keep_rough(self) -> None:
-        """Keep what is left to measure on disk, for another run's glance."""
+        """Keep the rough times of unmeasured operations on disk, for another run's glance."""
         if not is_single():
             rows = {key: self._known[key].to_row() for key, _ in self._todo}
             cache.store(_KIND, environment_of(self._device), rows)
@@ -342,7 +308,7 @@ class Refinement:
 
 
 def _made_up_bytes(node: fx.Node, primals: Mapping[fx.Node, Any], depth: int = 1) -> int:
-    """Return the bytes of an operation's arguments, whole numbers with what makes them."""
+    """Return the bytes of an operation's arguments, and those of makers of whole numbers."""
     total = 0
     for source in node.all_input_nodes:
         if source in primals:

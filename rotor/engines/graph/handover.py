@@ -17,19 +17,7 @@ __all__ = ["sharing", "with_handovers"]
 
 
 def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], list[int]]]:
-    """Return gradients grouped by shared memory.
-
-    Parameters
-    ----------
-    lowered
-        Operations of the joint graph.
-    indices
-        Numbers of gradients, none of them ``None``.
-
-    Returns
-    -------
-    For each group its storages, and the numbers.
-    """
+    """Return gradients grouped by shared memory: the storages and gradients of each group."""
     together: list[tuple[set[int], list[int]]] = []
     for index in indices:
         storages = set(lowered.values[lowered.gradients[index]].storages)
@@ -49,18 +37,9 @@ def with_handovers(
 ) -> tuple[Lowered, list[Cost]]:
     """Return the operations of a step in which some gradients exist, and their costs.
 
-    Parameters
-    ----------
-    lowered, costs
-        Operations of a step in which every gradient is new, and their costs.
-    existing
-        Gradients whose parameters have one.
-    most
-        Part of all their bytes up to which gradients are handed over together.
-
-    Notes
-    -----
-    Gradients on memory of an output, or of a new gradient, stay as they were.
+    `lowered` and `costs` are for a step in which every gradient is new. Temporary gradients are
+    handed over together, as soon as they have 1 / `most` of the bytes of all of them. Gradients in
+    memory of an output, or of a new gradient, stay as they were.
     """
     staying = set(lowered.tasks[lowered.loss].inputs)
     for index, gradient in enumerate(lowered.gradients):

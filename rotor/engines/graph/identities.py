@@ -1,7 +1,7 @@
 """Identities of the storages on which the tensors of a joint graph lie.
 
-Nodes that were copied for an alike module have the tensors of the originals: a table tells on which
-storages these lie in the copy.
+Nodes that were copied for an alike module have the tensors of the originals: a `Table` tells on
+which storages these lie in the copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Plans that get better while training runs (``planning="background"``).
 
 The first step runs a program that a short search found with the costs of a glance. Between the
-following steps a few operations are measured, a background thread searches, and the step that comes
-next runs what it found, if that is better. The thread has the cost model alone, never the model.
+following steps a few operations are measured; then a background thread searches, and the step after
+a search runs the program that was found, if that is better. The thread has the cost model alone,
+never the model.
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ class _Quick:
         given = quick_options(options, graph)
         before = None if self._latest is None else _priced(self._latest, graph, link)
         if before is not None:
-            # The budget is a little less than before: a repair will do.
+            # The budget is a little less than before: repairing the latest program is enough.
             start, given["effort"] = before, 0
         self._latest = planner.plan(graph, budget, progress=progress, start=start, **given)
         return self._latest
 
 
 def _priced(old: Program, graph: Graph, link: Link | None) -> Program | None:
-    """Return a program of another cost model and link; ``None`` if it is none of it."""
+    """Return a program of another cost model and link; None if its actions are invalid there."""
     try:
         return Program(graph, old.actions, link)
     except InvalidSequenceError:
@@ -114,22 +115,16 @@ def _priced(old: Program, graph: Graph, link: Link | None) -> Program | None:
 
 @dataclass
 class Rough:
-    """Operations of a captured step whose times are rough.
-
-    Attributes
-    ----------
-    refinement
-        Their measurement.
-    slots, leaves
-        Sources of the primals: parameters and buffers, tensors of the call by their number.
-    is_kept
-        True once the rough times are on disk.
-    """
+    """Operations of a captured step whose times are rough."""
 
     refinement: Refinement
+    """Their measurement."""
     slots: dict[fx.Node, core.Slot]
+    """Primals that are parameters or buffers."""
     leaves: dict[fx.Node, int]
+    """Primals that are tensors of the call, by their number."""
     is_kept: bool = False
+    """True once the rough times are on disk."""
 
     def primals(self, call: Call | None) -> dict[fx.Node, Any]:
         """Return the primals that are at hand: parameters, buffers, arguments of the call."""
@@ -159,25 +154,14 @@ class _Search:
 
 
 class Improver:
-    """Background planning of the steps of one engine.
-
-    Parameters
-    ----------
-    context
-        Context of the engine.
-
-    Attributes
-    ----------
-    executor
-        Place where searches run.
-    rough
-        Operations that are left to measure, by the measured part of the steps' key.
-    """
+    """Background planning of the steps of one engine."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.executor: Executor = Threads()
+        """Place where searches run."""
         self.rough: dict[Any, Rough] = {}
+        """Operations that are left to measure, by the measured part of the steps' key."""
         self._searches: dict[Key, _Search] = {}
         self._keys: tuple[Lowered, list[str]] | None = None
         self._priced_seconds = 0.0
@@ -197,17 +181,7 @@ class Improver:
         call: Call,
         progress: Callable[[int, int], object] | None,
     ) -> list[Cost]:
-        """Return the costs of a glance; the rest is measured between steps.
-
-        Parameters
-        ----------
-        key
-            Kind of step.
-        lowered, device, primals, progress
-            As of `rotor.engines.graph.glance.glance`.
-        call
-            Call that was captured.
-        """
+        """Return the costs of a glance at a captured call; the rest is measured between steps."""
         begun = time.thread_time()
         keys = keys_of(lowered, device)
         self._keys = (lowered, keys)
@@ -239,16 +213,10 @@ class Improver:
         self._priced_seconds = time.thread_time() - begun
 
     def settle(self, measured: Any, step: CapturedStep, limit_bytes: int | None = None) -> None:
-        """Measure now what is left to measure of a step.
+        """Measure at once the operations of a step that are left to measure.
 
-        Parameters
-        ----------
-        measured
-            Measured part of the step's key.
-        step
-            Captured step, for no existing gradients.
-        limit_bytes
-            Most bytes of a measurement; by default any.
+        `measured` is that part of the step's key; the step is the one without existing gradients.
+        Operations whose measurement needs more than `limit_bytes` keep their costs.
         """
         rough = self.rough.pop(measured, None)
         if rough is not None:
@@ -267,26 +235,13 @@ class Improver:
     ) -> GraphPlan:
         """Return a plan that costs little to find, and have better ones looked for.
 
-        Parameters
-        ----------
-        key
-            Kind of step.
-        step
-            Captured step, for the existing gradients.
-        limit_bytes
-            Limit.
-        planned
-            Function that makes the plan by a search for programs; ``None``: the planner's.
-
-        Raises
-        ------
-        InfeasibleError
-            No plan was found, by a full search either.
+        `planned` makes the plan by a search for programs, or by the planner's if it is given None.
+        Raise InfeasibleError if no plan was found, by a full search either.
         """
         begun = time.thread_time()
         context = self.context
         if not step.is_provable(limit_bytes):
-            # Nothing can be verified: what ran once must be tested.
+            # Nothing can be verified: operations that ran only once must be tested.
             self.settle(key.measured, step.base, limit_bytes)
         before = self._searches.pop(key, None)
         if before is not None and before.job is not None:
@@ -307,7 +262,7 @@ class Improver:
             plan = planned(quick)
         except InfeasibleError:
             if has_taken:
-                # The loss may be another one than in the earlier run.
+                # The loss may differ from that of the earlier run.
                 del context.learned_loss[key.measured]
             quick = _Quick([])
             plan = planned(None)
@@ -339,7 +294,7 @@ class Improver:
         return plan
 
     def _take_loss(self, key: Key, step: CapturedStep, known: Known) -> bool:
-        """Reserve for the loss what it needed in an earlier run; return whether that is known."""
+        """Reserve for the loss its need of an earlier run; return whether that is known."""
         settings, learned = self.context.settings, self.context.learned_loss
         is_open = not (step.loss_captured or settings.loss_tmp_memory_usage)
         if not is_open or key.measured in learned or known.loss_bytes is None:
@@ -368,14 +323,8 @@ class Improver:
     def improved(self, plan: GraphPlan, call: Call | None, step: CapturedStep) -> GraphPlan:
         """Return the plan of the next step: a better one if it was found meanwhile.
 
-        Parameters
-        ----------
-        plan
-            Plan so far.
-        call
-            Call of the next step, whose arguments may be read; ``None`` without one.
-        step
-            Captured step, for no existing gradients.
+        `call` is that of the next step, whose arguments may be read; None without one. `step` is
+        the captured step for no existing gradients.
         """
         search = self._searches.get(plan.key)
         if search is None or search.plan is not plan:
@@ -450,7 +399,7 @@ class Improver:
             self._keep(search)
 
     def _exchange(self, search: _Search, program: Program) -> None:
-        """Make the plan of a better program, unless it does not fit with what is beside it."""
+        """Make the plan of a better program, unless it does not fit with the bytes beside it."""
         old = search.plan
         own = old.step.bytes_beside(program, old.limit_bytes)
         if program.peak_bytes + own + old.reserve_bytes > old.limit_bytes:
@@ -475,14 +424,9 @@ class Improver:
         return new
 
     def finish(self, step_of: Callable[[Any], CapturedStep], timeout: float | None) -> bool:
-        """Bring all searches to their end; return whether that took no longer than allowed.
+        """Bring all searches to their end; return whether that took at most `timeout` seconds.
 
-        Parameters
-        ----------
-        step_of
-            Function of the measured part of a key that returns the captured step.
-        timeout
-            Most seconds to wait for; ``None`` for any.
+        `step_of` returns the captured step of the measured part of a key.
         """
         end = None if timeout is None else time.monotonic() + timeout
         for search in list(self._searches.values()):
@@ -496,7 +440,7 @@ class Improver:
         return True
 
     def forget(self, measured: Any) -> None:
-        """Drop what belongs to a kind of step."""
+        """Drop the rough times and searches of a kind of step."""
         self.rough.pop(measured, None)
         self.stop(measured)
 

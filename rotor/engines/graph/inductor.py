@@ -1,8 +1,8 @@
 """Programs as two FX graphs, compiled by Inductor.
 
-Inductor's joint passes run before planning. Dropout is then a pure function of a seed
-that is drawn once and kept, and a repeated operation is a repeated node. Inductor's fusions differ
-from the plan: bytes are known after they have been measured (`Attempt`).
+Inductor's joint passes run before planning. Dropout is then a pure function of a seed that is drawn
+once and kept, and a repeated operation is a repeated node. Inductor's fusions differ from the plan,
+so that the bytes of a program are only known once measured (`Attempt`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MOST_ATTEMPTS = 3
 """Largest number of programs compiled and measured for one limit before FX takes over."""
 
 _AS_PLANNED = {"layout_optimization": False, "realize_reads_threshold": 0}
-"""Settings for strides as captured, and shared values computed once, as planned."""
+"""Settings that keep strides as captured, and have shared values computed once, as planned."""
 
 _NEAR, _NEVER = 4, -1
-"""Largest distances of kernels that are fused because they read the same."""
+"""Largest distances of kernels that are fused because they read the same values."""
 
 _LIBRARY = re.compile(
     r"aten\.(mm|bmm|addmm|baddbmm|addbmm|addmv|mv|dot|convolution|convolution_backward|"
@@ -59,22 +59,16 @@ def draw_once(lowered: Lowered) -> None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Compiled and measured program; bytes above the level at which a step begins.
-
-    Attributes
-    ----------
-    target_bytes
-        Target of its plan.
-    predicted_bytes, measured_bytes
-        Peak by the simulator, and peak in a training step.
-    kept_apart
-        True if operations that only read the same were not fused.
-    """
+    """Compiled and measured program; bytes above the level at which a step begins."""
 
     target_bytes: int
+    """Target of its plan."""
     predicted_bytes: int
+    """Peak by the simulator."""
     measured_bytes: int
+    """Peak in a training step."""
     kept_apart: bool
+    """True if operations that only read the same values were not fused."""
 
 
 class _Builder:
@@ -148,8 +142,8 @@ class _Builder:
     def laid_out(self, made: fx.Node, task: Task, path: tuple[int, ...]) -> fx.Node:
         """Return the result of a task; inputs of library kernels get the strides of the capture.
 
-        Strides chosen by Inductor would depend on neighbours, and with them the order in
-        which a matrix product adds.
+        Strides chosen by Inductor would depend on neighbours, and with them the order in which a
+        matrix product adds.
         """
         assert task.node is not None
         value = _at(task.node, path)
@@ -162,7 +156,7 @@ class _Builder:
         return forced
 
     def run(self, index: int, repetition: int, kept: set[int]) -> None:
-        """Write one execution of a task; `kept` are the storages it makes that are used."""
+        """Write one execution of a task; `kept` are the storages made by it that are used."""
         task = self.lowered.tasks[index]
         assert task.node is not None
         again = f"_again{repetition}" if repetition else ""
@@ -227,21 +221,7 @@ Run = Callable[[list[Any]], Any]
 class _Segment:
     """Stretch of the backward that is compiled as one graph.
 
-    Parameters
-    ----------
-    builder
-        Builder that has written its operations.
-    gradients
-        Numbers of the gradients that it returns.
-
-    Attributes
-    ----------
-    sources
-        (kind, which) of its inputs.
-    kept
-        Values that it makes for later segments.
-    dying
-        Inputs that no later segment reads.
+    `gradients` are the numbers of those that it returns; its builder has written its operations.
     """
 
     def __init__(self, builder: _Builder, gradients: Sequence[int]) -> None:
@@ -253,16 +233,16 @@ class _Segment:
                 builder.reference(node)
         self.sources = builder.ordered_inputs()
         self.kept: list[Key] = []
+        """Values that it makes for later segments."""
         self.dying: set[Source] = set()
+        """Inputs that no later segment reads."""
         self.run: Run | None = None
 
     def finish(self, needed: set[Source]) -> None:
         """Write its graph.
 
-        Parameters
-        ----------
-        needed
-            Values that later segments read; afterwards, also the values that this one reads.
+        `needed` are the values that later segments read; afterwards, also those that this one
+        reads.
         """
         self.kept = sorted(key for key in self.builder.made if ("kept", key) in needed)
         needed.difference_update(("kept", key) for key in self.kept)
@@ -272,7 +252,7 @@ class _Segment:
         _have_exact(self.module, range(len(self.nodes), len(self.nodes) + len(self.kept)))
 
     def __call__(self, known: dict[Source, Any]) -> list[Any]:
-        """Return its gradients; reduce the known values to the ones of later segments."""
+        """Return its gradients; reduce the known values to those that later segments need."""
         assert self.run is not None
         given = [known[source] for source in self.sources]
         for source in self.dying:
@@ -292,29 +272,11 @@ def _have_exact(module: fx.GraphModule, indices: Iterable[int]) -> None:
 
 
 class InductorCode:
-    """Functions of a program, compiled at their first use.
+    """Functions of a program, compiled at their first use; no operation replays a random state.
 
-    The backward is one graph, or several, each of which ends with a handover of gradients.
-
-    Parameters
-    ----------
-    lowered
-        Operations of the joint graph.
-    ops
-        Indices of operations in the order of their runs, with repeats; the loss once.
-    apart
-        Largest distance of kernels that are fused only because they read the same.
-
-    Attributes
-    ----------
-    source
-        Graphs as text.
-    groups
-        Numbers of the gradients that leave the backward, by the segment that returns them.
-    replayed
-        Zero: no operation replays a state of the random generator.
-    seconds
-        Time of compiling; ``None`` before it.
+    The backward is one graph, or several, each of which ends with a handover of gradients. `ops` is
+    the order of the runs, with repeats; the loss runs once. `apart` is the largest distance of
+    kernels that are fused only because they read the same values.
     """
 
     replayed = 0
@@ -323,6 +285,7 @@ class InductorCode:
         self.lowered = lowered
         self.apart = apart
         self.seconds: float | None = None
+        """Time of compiling; None before it."""
         ops = [int(index) for index in ops]
         boundary = ops.index(lowered.loss)
         kept, _ = deaths(lowered, actions_of(lowered, ops))
@@ -334,6 +297,7 @@ class InductorCode:
         for segment in reversed(self._segments):
             segment.finish(needed)
         self.groups = [segment.gradients for segment in self._segments]
+        """Numbers of the gradients that leave the backward, by the segment that returns them."""
         self._needed = needed
         self._kept: list[Key] = sorted(which for kind, which in needed if kind == "kept")
         self._number = len(lowered.outputs)
@@ -402,13 +366,7 @@ class InductorCode:
     # -- compiling
 
     def prepare(self) -> None:
-        """Compile, unless that is done.
-
-        Raises
-        ------
-        RuntimeError
-            Inductor failed; the message has its reason.
-        """
+        """Compile, unless that is done; raise RuntimeError with Inductor's reason if it fails."""
         if self.seconds is not None:
             return
         begin = time.perf_counter()
@@ -485,7 +443,7 @@ class InductorCode:
             yield
 
     def _known(self, args: list[Any]) -> dict[Source, Any]:
-        """Return the inputs of the backward, from its arguments, which are emptied."""
+        """Return the inputs of the backward from its arguments, which are emptied."""
         self.prepare()
         count = len(self._saved)
         checks, unsaved, kept = args[count].kept
@@ -518,19 +476,13 @@ class _InParts:
 
 @dataclass
 class Inductor:
-    """Compiled programs of one captured step.
-
-    Attributes
-    ----------
-    attempts
-        Programs that were measured under the present limit.
-    apart
-        Setting of the next program, see `InductorCode`.
-    """
+    """Compiled programs of one captured step."""
 
     lowered: Lowered
     attempts: list[Attempt] = field(default_factory=list)
+    """Programs that were measured under the present limit."""
     apart: int = _NEAR
+    """Setting of the next program, see `InductorCode`."""
     _codes: dict[tuple[tuple[int, ...], int], StepCode] = field(default_factory=dict)
 
     def code(self, ops: Sequence[int]) -> StepCode:
@@ -543,7 +495,7 @@ class Inductor:
         return self._codes[key]
 
     def begin(self) -> None:
-        """Forget the attempts: the limit has changed."""
+        """Forget the attempts, since the limit has changed."""
         self.attempts.clear()
         self.apart = _NEAR
 
@@ -554,12 +506,12 @@ class Inductor:
         )
 
     def next_target(self, limit_bytes: int) -> int | None:
-        """Return the target after a program that needed more than the limit; ``None``: give up."""
+        """Return the target after a program that needed more than the limit; None to give up."""
         if len(self.attempts) >= MOST_ATTEMPTS:
             return None
         last = self.attempts[-1]
         if not last.kept_apart:
-            # The bytes of one program may well fit when nothing is run early.
+            # The same program may fit when no kernel is moved forward to be fused.
             self.apart = _NEVER
             return last.target_bytes
         scaled = last.predicted_bytes * limit_bytes / last.measured_bytes * INDUCTOR_MARGIN
