@@ -1,4 +1,4 @@
-"""Keys of captured steps: all that a capture depends on in a call."""
+"""Keys of captured steps: the properties of a call on which a capture depends."""
 
 from __future__ import annotations
 

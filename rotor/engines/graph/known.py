@@ -2,7 +2,7 @@
 
 A graph's fingerprint covers its operations, the layouts of their arguments, the storages, the
 device, PyTorch's version and the number of threads. A kept program is checked and priced as any
-other: one that does not suit is not used.
+other, and not used if it does not suit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WITH_TIER = " with a tier"
 def options_number(options: Mapping[str, Any], link: Link | None = None) -> int:
     """Return a number for the options of a search, and for the link to a second tier.
 
-    Speeds of the link that differ by less than a factor of about 2 are one.
+    Speeds of the link that differ by less than a factor of about 2 give the same number.
     """
     text = repr(sorted(options.items()))
     if link is not None:
@@ -51,15 +51,7 @@ def options_number(options: Mapping[str, Any], link: Link | None = None) -> int:
 
 
 def fingerprint(lowered: Lowered, device: torch.device, keys: Sequence[str] | None = None) -> str:
-    """Return the text by which what was learnt on a graph is kept.
-
-    Parameters
-    ----------
-    lowered, device
-        Operations of the graph, and the device of the steps.
-    keys
-        Result of `rotor.engines.graph.profile.keys_of`, if at hand.
-    """
+    """Return the text by which knowledge on a graph is kept; `keys` are the result of `keys_of`."""
     keys = keys_of(lowered, device) if keys is None else keys
     return _digest(lowered, device, keys, lowered.storages)
 
@@ -92,7 +84,7 @@ def _digest(
 
 
 def _program(graph: Graph, actions: Sequence[int], link: Link | None) -> Program | None:
-    """Return a program of a graph; ``None`` if the actions make none."""
+    """Return a program of a graph; None if the actions make no valid one."""
     try:
         return Program(graph, np.asarray(actions, dtype=np.int32), link)
     except (InvalidSequenceError, ValueError, OverflowError):
@@ -101,43 +93,26 @@ def _program(graph: Graph, actions: Sequence[int], link: Link | None) -> Program
 
 @dataclass(frozen=True)
 class Kept:
-    """Program of an earlier run.
-
-    Attributes
-    ----------
-    actions
-        Actions of the program.
-    limit_bytes, loss_bytes, reserve_bytes
-        Conditions of its search.
-    options
-        Number of the options of its search (`options_number`).
-    is_final
-        True if the search for a better one had ended.
-    has_tier
-        True if it was searched for with a second tier.
-    """
+    """Program of an earlier run."""
 
     actions: Sequence[int]
     limit_bytes: int
     loss_bytes: int
     reserve_bytes: int
     options: int
+    """Number of the options of its search (`options_number`)."""
     is_final: bool
+    """True if the search for a better one had ended."""
     has_tier: bool = False
+    """True if it was searched for with a second tier."""
 
     def program(self, graph: Graph, link: Link | None = None) -> Program | None:
-        """Return the program of a graph; ``None`` if it is none."""
+        """Return the program of a graph; None if its actions are invalid there."""
         return _program(graph, self.actions, link)
 
 
 class Known:
-    """Knowledge on one graph.
-
-    Parameters
-    ----------
-    lowered, device, keys
-        As of `fingerprint`.
-    """
+    """Knowledge on one graph; arguments as of `fingerprint`."""
 
     def __init__(
         self, lowered: Lowered, device: torch.device, keys: Sequence[str] | None = None
@@ -170,12 +145,7 @@ class Known:
     def keep(self, found: Kept, loss_bytes: int | None) -> None:
         """Keep a program on disk, in the place of one under nearly the same limit.
 
-        Parameters
-        ----------
-        found
-            Program.
-        loss_bytes
-            Bytes of the caller's loss, if metered.
+        `loss_bytes` are those of the caller's loss, None if not metered.
         """
         name = f"limit {float(found.limit_bytes):.{_DIGITS}g}"
         name += _WITH_TIER if found.has_tier else ""
@@ -197,16 +167,9 @@ class Known:
 
 
 class KnownOrders:
-    """Programs for all shapes of one graph, the latest ones.
+    """Latest programs for all shapes of one graph with symbols.
 
-    Parameters
-    ----------
-    lowered
-        Operations of a graph with symbols.
-    device
-        Device of the steps.
-    has_tier
-        True for programs that were searched for with a second tier.
+    They are kept apart from others if they were searched for with a second tier.
     """
 
     def __init__(self, lowered: Lowered, device: torch.device, *, has_tier: bool = False) -> None:
@@ -215,12 +178,9 @@ class KnownOrders:
         self._next = len(self._rows)
 
     def programs(self, graph: Graph, link: Link | None = None) -> list[tuple[int, Program]]:
-        """Return programs of earlier runs, each after the bytes of all storages at its shape.
+        """Return valid programs of earlier runs, each after the bytes of all storages at its shape.
 
-        Parameters
-        ----------
-        graph, link
-            The graph at any shape, and the link to a second tier, by which programs are checked.
+        They are checked on the graph, at any shape, and the link to a second tier.
         """
         found = [(row[0], _program(graph, row[1:], link)) for row in self._rows.values() if row]
         return [(total, program) for total, program in found if program is not None]

@@ -1,7 +1,7 @@
 """Lessons of steps on the link to a second tier.
 
-A plan counts on a speed. Where steps wait for the tier longer than the plan says, the speed that
-they have shown is planned for instead; where the tier is much faster, too.
+A plan counts on a speed. Where steps wait for the tier longer than the plan says, or where the tier
+is much faster, plans count on the speed that the steps have shown.
 """
 
 from __future__ import annotations
@@ -29,16 +29,11 @@ _WAITED = 0.05
 """Share of a step by which waits may exceed the plan's."""
 
 _FASTER = 1.5
+"""Ratio of the shown speeds to the planned ones from which a new plan is worth it."""
 
 
 def learn_link(plan: GraphPlan) -> bool:
-    """Return whether a plan is to be made again for another speed of its tier.
-
-    Parameters
-    ----------
-    plan
-        Plan, between two of its steps.
-    """
+    """Return whether a plan is to be made again, between two of its steps, for a new tier speed."""
     layout, offload, link = plan.layout, plan.step.offload, plan.program.link
     if layout is None or offload is None or link is None or not _is_current(plan):
         return False
@@ -55,18 +50,10 @@ def follows_link(
     link_time: float,
     makespan: float,
 ) -> bool:
-    """Return whether steps have shown another speed of a tier, which is noted then.
+    """Return whether steps have shown another speed of a tier, and note this speed.
 
-    Parameters
-    ----------
-    layout
-        Places of a step, its waits and its traffic.
-    offload
-        Tier of the model.
-    planned_for
-        Link on which the plan counts.
-    planned_wait, link_time, makespan
-        Seconds of a step's waits, of its transfers, and of all of it, as planned.
+    `layout` has the waits and the traffic of the steps. `planned_wait`, `link_time` and `makespan`
+    are the planned seconds of a step's waits, of its transfers, and of all of it.
     """
     waits, link = layout.waits, offload.link
     steps = waits.steps - waits.seen_steps

@@ -18,24 +18,10 @@ __all__ = ["loaded_plan"]
 def loaded_plan(
     step: CapturedStep, source: Program | str | os.PathLike[str], limit_bytes: int
 ) -> GraphPlan:
-    """Return the plan that runs a saved program.
+    """Return the plan that runs a saved program: a program, its JSON text, or the path of a file.
 
-    Parameters
-    ----------
-    step
-        Captured step.
-    source
-        A program, its JSON text, or the path of a file.
-    limit_bytes
-        Limit of the plan.
-
-    Raises
-    ------
-    ValueError
-        The file holds no program; it is one of another graph, and the message has the first
-        difference.
-    InfeasibleError
-        The program needs more than the limit; ``minimum_bytes`` is its need.
+    Raise ValueError if the file holds no program, or one of another graph, whose first difference
+    the message has; InfeasibleError, with the need of the program, if that is more than the limit.
     """
     saved = source if isinstance(source, Program) else Program.from_json(source)
     graph = build_graph(step.lowered, step.costs, 0)

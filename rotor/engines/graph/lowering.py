@@ -41,124 +41,83 @@ _MUTATION_BLIND = (
     "cudnn_batch_norm_backward",
     "native_batch_norm_backward",
 )
-"""Operators that read running statistics in training only to make new ones, which are discarded."""
+"""Operators that read running statistics in training only for new ones, which are discarded."""
 
 
 @dataclass
 class Value:
-    """Tensor (or tuple of tensors) of the joint graph.
-
-    Attributes
-    ----------
-    kind
-        "input", "output" (of an operation), "item", "view", or "number" (of sizes).
-    node
-        Node of the joint graph.
-    base
-        Value from which a view or item is made.
-    storages
-        Storages of its tensors; none for inputs and their views.
-    """
+    """Tensor (or tuple of tensors) of the joint graph."""
 
     kind: str
+    """One of "input", "output" (of an operation), "item", "view", and "number" (of sizes)."""
     node: fx.Node
     base: Value | None = None
+    """Value from which a view or item is made."""
     storages: tuple[int, ...] = ()
+    """Storages of its tensors; none for inputs and their views."""
 
 
 @dataclass
 class Task:
-    """Operation; the loss has no node, nor has a handover of gradients.
-
-    Attributes
-    ----------
-    node
-        Call in the joint graph.
-    phase
-        "forward", "loss" or "backward".
-    inputs
-        Storages it reads.
-    made
-        Storages it makes, by the path of the output tensor that is their root.
-    random
-        True if it draws random numbers.
-    once
-        True if it must not run a second time.
-    module
-        Path of its module.
-    gradients
-        Numbers of the gradients that it hands over, to be added to existing ones.
-    source
-        File, line and code of the model that it comes from; empty if unknown.
-    prefers_once
-        True if it may run a second time where no plan fits otherwise.
-    """
+    """Operation; the loss has no node, nor has a handover of gradients."""
 
     name: str
     node: fx.Node | None
     phase: str
+    """One of "forward", "loss" and "backward"."""
     inputs: list[int]
+    """Storages that it reads."""
     made: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Storages that it makes, by the path of the output tensor that is their root."""
     random: bool = False
+    """True if it draws random numbers."""
     once: bool = False
+    """True if it must not run a second time."""
     module: str = ""
+    """Path of its module."""
     gradients: tuple[int, ...] = ()
+    """Numbers of the gradients that it hands over, to be added to existing ones."""
     source: str = ""
+    """File, line and code of the model that it comes from; empty if unknown."""
     prefers_once: bool = False
+    """True if it may run a second time where no plan fits otherwise."""
 
 
 @dataclass
 class Lowered:
-    """Joint graph as operations, and the origins of its parts.
-
-    Attributes
-    ----------
-    tasks
-        Operations, in the order of the joint graph.
-    storages
-        (bytes, True if it stays once it is made).
-    values
-        Values by node of the joint graph.
-    loss
-        Index of the loss among the tasks.
-    primals, tangents
-        Inputs of the joint graph, in order.
-    outputs, gradients
-        Results of the joint graph: nodes, or constants such as ``None``.
-    mutated
-        Primals whose new values are among the outputs.
-    output_of_tangent
-        For each tangent, the number of its output; empty if unknown.
-    unrepeatable
-        Tasks that differed when they ran again, or may.
-    draws_once
-        True if operations that draw random numbers run once, because the generator is not restored.
-    symbols
-        Origins of sizes that are symbols, by name: the number of a primal, and of its dimension;
-        ``None`` for a primal that is the size itself.
-    variables
-        Code of the variables of numbers that calls give (`numbers.write_numbers`).
-    reads_gradients
-        True if the captured code reads gradients that exist when a step begins.
-    """
+    """Joint graph as operations, and the origins of its parts."""
 
     tasks: list[Task]
+    """Operations, in the order of the joint graph."""
     storages: list[tuple[int, bool]]
+    """Bytes of each storage, and True if it stays once it is made."""
     values: dict[fx.Node, Value]
     loss: int
+    """Index of the loss among the tasks."""
     primals: list[fx.Node]
+    """Inputs of the forward, in the order of the joint graph."""
     tangents: list[fx.Node]
+    """Gradients of outputs, which are inputs of the joint graph too."""
     outputs: list[Any]
+    """Results of the forward: nodes, or constants such as None."""
     gradients: list[Any]
+    """Results of the backward, by primal: nodes, or constants such as None."""
     mutated: set[fx.Node]
+    """Primals whose new values are among the outputs."""
     output_bytes: int
     module: fx.GraphModule
     output_of_tangent: list[int] = field(default_factory=list)
+    """For each tangent, the number of its output; empty if unknown."""
     unrepeatable: list[Task] = field(default_factory=list)
+    """Tasks that differed when they ran again, or may."""
     draws_once: bool = False
+    """True if operations that draw random numbers run once, since no generator is restored."""
     symbols: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    """Numbers of a primal and its dimension, by symbol; None: the primal is the size itself."""
     variables: dict[str, str] = field(default_factory=dict)
+    """Code of the variables of numbers that calls give (`numbers.write_numbers`)."""
     reads_gradients: bool = False
+    """True if the captured code reads gradients that exist when a step begins."""
 
     def drop_preferences(self) -> bool:
         """Let operations run again that prefer not to; return whether an operation did."""
@@ -508,21 +467,12 @@ def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
 
 
 def lower(module: fx.GraphModule, num_outputs: int, *, as_traced: bool = False) -> Lowered:
-    """Return the operations and storages of a joint graph.
+    """Return the operations and storages of AOTAutograd's joint graph.
 
-    Parameters
-    ----------
-    module
-        AOTAutograd's joint graph; every node carries its fake tensors.
-    num_outputs
-        Number of results that belong to the forward; the rest are gradients.
-    as_traced
-        True to keep arguments that are read for their sizes only.
-
-    Raises
-    ------
-    CaptureError
-        A part of the graph cannot be planned; the message names it.
+    Every node has its fake tensors. The first `num_outputs` results belong to the forward, the
+    others are gradients. Arguments that are read for their sizes only are replaced, unless
+    `as_traced`. Raise CaptureError, which names the place, if a part of the graph cannot be
+    planned.
     """
     _refuse_sizes_of_data(module)
     split_convolutions(module)

@@ -21,13 +21,13 @@ _CLOSER = 4
 """Searches between too little room beside a program, and enough."""
 
 _BETWEEN = 8
-"""Parts of the distance between too little room and more than there is."""
+"""Parts of the distance between too little room and too much, each of which is tried."""
 
 _ROOMIER = 4
 """Searches for values that have places within the limit of a tier."""
 
 _CLOSE_BYTES = 1 << 20
-"""Difference of two such rooms that is not searched."""
+"""Difference of too little and enough room within which nothing is searched."""
 
 
 def make_graph_plan(
@@ -44,12 +44,8 @@ def make_graph_plan(
     """Return the fastest program found under a limit.
 
     `solve` is called as `search`, which plans by default. `sets_aside` has it leave all that its
-    program needs beside the graph's storages, even if the limit has room: it plans for less.
-
-    Raises
-    ------
-    InfeasibleError
-        No plan was found; ``minimum_bytes`` is the least limit for which one was.
+    program needs beside the graph's storages, even if the limit has room: it plans for less. Raise
+    InfeasibleError with the least limit for which a plan was found if there is none under this one.
     """
     graph = step.graph(loss_bytes)
     find = solve or search
@@ -111,8 +107,8 @@ def _search_with_tier(
 ) -> Program:
     """Return the program of a search whose values have places within the limit of the tier.
 
-    The link to the tier is among the options of the search. Places beside one another take a little
-    more than the values: the search then has less.
+    The link to the tier is among the options of the search. The places together take a little more
+    than the values: if they exceed the limit, the next search has less room on the tier.
     """
     offload, link = step.offload, step.link
     assert offload is not None
@@ -137,7 +133,7 @@ class Found(NamedTuple):
 
 
 def _between(found: Callable[[int], Found], failed: int, own: int) -> Found | None:
-    """Return a program with room between too little and more than there is; ``None``: none fits."""
+    """Return a program with room between too little and too much beside it; None if none fits."""
     for number in range(1, _BETWEEN):
         try:
             other = found(failed + (own - failed) * number // _BETWEEN)

@@ -4,10 +4,10 @@ A policy of `torch.utils.checkpoint.create_selective_checkpoint_contexts` marks 
 
 - MUST_SAVE: the operation runs once;
 - PREFER_SAVE: it runs once as long as a plan fits so;
-- MUST_RECOMPUTE: a copy of the operation in the backward makes what the backward reads, unless it
-  draws random numbers;
-- MUST_CPU_OFFLOAD, PREFER_CPU_OFFLOAD: as MUST_SAVE and PREFER_SAVE, since what is never computed
-  again is what a second tier takes first;
+- MUST_RECOMPUTE: a copy of the operation in the backward makes the values that the backward
+  reads, unless it draws random numbers;
+- MUST_CPU_OFFLOAD, PREFER_CPU_OFFLOAD: as MUST_SAVE and PREFER_SAVE, since a second tier first
+  takes values that are never computed again;
 - PREFER_RECOMPUTE, which ``checkpoint()`` without a policy means too: the plan decides.
 """
 
@@ -59,23 +59,11 @@ def recompute_marked(
     is_view: Callable[[fx.Node], bool],
     is_fixed: Callable[[fx.Node], bool],
 ) -> int:
-    """Copy operations marked MUST_RECOMPUTE to the backward, for what reads them there.
+    """Copy operations marked MUST_RECOMPUTE to the backward, for its reads; return their number.
 
-    Parameters
-    ----------
-    module
-        Joint graph; it is changed in place.
-    forward
-        Nodes of the forward.
-    is_view
-        Function that returns whether a node is a view, or an item, of another.
-    is_fixed
-        Function that returns whether an operation must not run a second time.
-
-    Returns
-    -------
-    int
-        Number of copied operations.
+    `module` is the joint graph, and `forward` its nodes before the loss. `is_view` tells whether a
+    node is a view or an item of another, and `is_fixed` whether an operation must not run a second
+    time.
     """
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     if not any(_mark(node) == _RECOMPUTED for node in nodes):

@@ -24,13 +24,7 @@ class _Lines(Protocol):
 
 
 class Moves:
-    """Writer of the moves between memory and a second tier.
-
-    Attributes
-    ----------
-    pending
-        Storages that are being fetched, and have not been read.
-    """
+    """Writer of the moves between memory and a second tier."""
 
     def __init__(
         self,
@@ -50,6 +44,7 @@ class Moves:
                 self._written.setdefault(position, []).append(storage)
         self._offloaded = set(found)
         self.pending: set[int] = set()
+        """Storages that are being fetched, and have not been read."""
 
     def move(self, writer: _Lines, position: int) -> None:
         """Write the end of an offload, or the begin of a fetch."""

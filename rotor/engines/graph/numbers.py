@@ -1,8 +1,8 @@
 """Numbers among the arguments of a captured call that are inputs of its graph.
 
-A graph has an operation for each step of the arithmetic that its code does with them. Here each
-becomes an argument of the operations on tensors: a number as in the captured call, which prices
-and proves these, with the code that computes it anew in every call.
+A graph has an operation for each step of the arithmetic that its code does with them. Here the
+result of each step becomes an argument of the operations on tensors: the number of the captured
+call, for which these are priced and proved, with the code that computes it anew in every call.
 """
 
 from __future__ import annotations
@@ -24,18 +24,12 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class Written:
-    """Number of a captured call that other calls compute.
-
-    Attributes
-    ----------
-    target
-        Function that computes it, or the name of its variable.
-    operands
-        Arguments of the function.
-    """
+    """Number of a captured call that other calls compute."""
 
     target: Callable[..., Any] | str
+    """Function that computes it, or the name of its variable."""
     operands: tuple[Any, ...]
+    """Arguments of the function."""
 
 
 class _Whole(Written, int):
@@ -65,10 +59,7 @@ def _plain(value: Any) -> Any:
 def write_numbers(module: fx.GraphModule) -> dict[str, str]:
     """Replace the nodes of numbers in a joint graph; return the code of each variable.
 
-    Raises
-    ------
-    CaptureError
-        A size of a tensor, or a result, depends on one of the numbers.
+    Raise CaptureError if a size of a tensor, or a result, depends on one of the numbers.
     """
     known: dict[fx.Node, Any] = {}
     variables: dict[str, str] = {}

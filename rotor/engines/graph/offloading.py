@@ -23,54 +23,36 @@ logger = logging.getLogger("rotor")
 
 @dataclass
 class Waits:
-    """Time that steps of a program have spent in waits for a tier.
-
-    Attributes
-    ----------
-    host_ns
-        Waits of the host.
-    steps
-        Number of steps.
-    seen_ns, seen_steps
-        Time of all waits, and steps, at the latest comparison with the plan.
-    """
+    """Time that steps of a program have spent in waits for a tier."""
 
     host_ns: int = 0
+    """Waits of the host."""
     steps: int = 0
     seen_ns: int = 0
+    """Time of all waits at the latest comparison with the plan."""
     seen_steps: int = 0
+    """Number of steps at the latest comparison with the plan."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of a program's offloaded values in the area of a step.
-
-    Attributes
-    ----------
-    tier
-        Tier.
-    offsets
-        Begin of each storage's place.
-    sizes
-        Bytes of each storage.
-    nbytes
-        Bytes of the area.
-    waits
-        Record of the waits.
-    first, seen
-        Traffic of the tier before the program's first step, and at the latest comparison.
-    """
+    """Places of a program's offloaded values in the area of a step."""
 
     tier: Tier
     offsets: dict[int, int]
+    """First byte of each storage's place."""
     sizes: dict[int, int]
+    """Bytes of each storage."""
     nbytes: int
+    """Bytes of the area."""
     waits: Waits = field(default_factory=Waits)
     first: Traffic = field(default_factory=Traffic)
+    """Traffic of the tier before the program's first step."""
     seen: Traffic = field(default_factory=Traffic)
+    """Traffic of the tier at the latest comparison with the plan."""
 
     def prepare(self) -> None:
-        """Reserve the area of a step now, where a full disk can still be named."""
+        """Reserve the area of a step once, so that a full disk is found before the step runs."""
         self.tier.release(self.tier.allocate(self.nbytes))
 
     def begin(self) -> StepTier:
@@ -99,20 +81,7 @@ class Layout:
 
 
 class StepArea:
-    """Area of one step in a tier, given back when its last user has ended.
-
-    Parameters
-    ----------
-    tier
-        Tier.
-    nbytes
-        Bytes of the area.
-
-    Attributes
-    ----------
-    area
-        Area, as the tier knows it.
-    """
+    """Area of one step in a tier, given back when its last user has left."""
 
     def __init__(self, tier: Tier, nbytes: int) -> None:
         self._tier = tier
@@ -150,15 +119,10 @@ class Placed:
 
 @dataclass
 class Places:
-    """Source of the offloaded values of a step, for code that plans share.
-
-    Attributes
-    ----------
-    layout
-        Layout of the plan that runs next.
-    """
+    """Source of the offloaded values of a step, for code that plans share."""
 
     layout: Layout | Placed
+    """Layout of the plan that runs next."""
 
     def begin(self) -> StepTier:
         """Return the offloaded values of a new step."""
@@ -166,15 +130,7 @@ class Places:
 
 
 class StepTier:
-    """Offloaded values of one step; they go with the last reference to it.
-
-    Parameters
-    ----------
-    layout
-        Places.
-    area
-        Area of the step; its user ends with these values.
-    """
+    """Offloaded values of one step, a user of its area; they go with the last reference to it."""
 
     def __init__(self, layout: Layout, area: StepArea) -> None:
         self._tickets: dict[tuple[Kind, int], tuple[Any, torch.Tensor]] = {}
@@ -189,7 +145,7 @@ class StepTier:
         memory, begin, room = tensor.untyped_storage(), 0, self._layout.sizes[storage]
         nbytes = memory.nbytes()
         if nbytes > room:
-            # An operator has cloned more than the value: what lies before it, or beyond.
+            # An operator has cloned more than the value: bytes before it, or beyond.
             begin, nbytes = _extent(tensor)
         if nbytes > room:
             raise RuntimeError(
@@ -207,7 +163,7 @@ class StepTier:
         self._tickets[Kind.FINISH, storage] = ticket, source
 
     def written(self, storage: int) -> None:
-        """Wait until a storage is written, and let go of it."""
+        """Wait until a storage is written, and release its memory."""
         self._layout.waits.host_ns += self._wait(Kind.FINISH, storage)
 
     def fetch(self, storage: int) -> torch.Tensor:
@@ -227,7 +183,7 @@ class StepTier:
     def _wait(self, kind: Kind, storage: int) -> int:
         known = self._tickets.get((kind, storage))
         if known is None:
-            # A second backward of the same step: it has been waited for.
+            # This is a second backward of the step: the first one has waited for the transfer.
             return 0
         begun = time.monotonic_ns()
         self._tier.wait(known[0])
@@ -235,7 +191,7 @@ class StepTier:
         return time.monotonic_ns() - begun
 
     def __del__(self) -> None:
-        # What still moves needs its memory and its place.
+        # Transfers that still run need their memory and their place.
         for ticket, _ in self._tickets.values():
             try:
                 self._tier.wait(ticket)
@@ -268,16 +224,9 @@ def _new_bytes(nbytes: int, phase: int, alignment: int, device: torch.device) ->
 def layout_of(
     tier: Tier, lowered: Lowered, numbers: Sequence[int], sizes: Sequence[int]
 ) -> Layout | None:
-    """Return places for a program's offloaded values; ``None`` if it has none.
+    """Return places for a program's offloaded values; None if it has none.
 
-    Parameters
-    ----------
-    tier
-        Tier.
-    lowered, numbers
-        Operations, and the actions of the program.
-    sizes
-        Bytes of the storages.
+    `sizes` are the bytes of all storages.
     """
     actions = actions_of(lowered, numbers)
     lives = _lives(actions, lowered.loss)
@@ -288,10 +237,10 @@ def layout_of(
 
 
 def _lives(actions: Sequence[Action], loss: int) -> dict[int, tuple[int, int]]:
-    """Return when each storage has a place in the tier.
+    """Return the first and the last position at which each storage has a place in the tier.
 
-    The values that a forward has written and a backward fetches stay to the end: a backward that
-    keeps its graph is followed by another one, which fetches them again.
+    Values that a forward has written and a backward fetches stay to the end: a backward that keeps
+    its graph is followed by another one, which fetches them again.
     """
     boundary = next(
         k for k, action in enumerate(actions) if action.kind is Kind.RUN and action.number == loss
@@ -303,7 +252,7 @@ def _lives(actions: Sequence[Action], loss: int) -> dict[int, tuple[int, int]]:
             fetched[action.number] = last[action.number] = position
         for storage in action.reads:
             if fetched.get(storage) == last.get(storage) is not None:
-                # The first reading after the last fetch so far ends that.
+                # The first reading after the latest fetch so far ends the fetch.
                 last[storage] = position
                 del fetched[storage]
     found = {}
@@ -315,7 +264,10 @@ def _lives(actions: Sequence[Action], loss: int) -> dict[int, tuple[int, int]]:
 
 
 def _placed(lives: dict[int, tuple[int, int]], rooms: dict[int, int]) -> tuple[dict[int, int], int]:
-    """Return an offset for each storage, and the bytes in all: large ones first, lowest place."""
+    """Return an offset for each storage, and the bytes in all.
+
+    Large storages come first; each is put at the lowest place that is free during its life.
+    """
     order = sorted(lives, key=lambda s: (-rooms[s], s))
     begins = np.array([lives[s][0] for s in order], dtype=np.int64)
     ends = np.array([lives[s][1] for s in order], dtype=np.int64)

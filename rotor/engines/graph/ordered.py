@@ -1,8 +1,8 @@
 """Operators that read a gradient as if its elements were in order.
 
 PyTorch's formulas of derivatives make the gradient contiguous before such an operator reads it, and
-so do most backwards that call operators of others. A capture leaves that out where the traced
-gradient is contiguous. The real one may not be: it has the layout that the loss gives it.
+so do most backwards that call operators of other libraries. A capture leaves that out where the
+traced gradient is contiguous. The real gradient may not be: the loss decides on its layout.
 """
 
 from __future__ import annotations

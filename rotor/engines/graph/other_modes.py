@@ -1,8 +1,8 @@
 """Backwards of captured graphs in other modes than their forwards.
 
 A graph has the casts of its forward. As in plain PyTorch, a backward within autocast rounds its own
-results, and computes by the settings of PyTorch's backends that it finds; what is recomputed of the
-forward is as it was.
+results, and computes by the settings of PyTorch's backends at its time; operations of the forward
+that it recomputes have the modes of the forward.
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ __all__ = ["OtherModes"]
 class OtherModes:
     """Code of a program for backwards in other modes than their forward.
 
-    Parameters
-    ----------
-    backward
-        Code for a backward in the same modes.
-    emit
-        Function that emits the program for the others; it is called once, if at all.
-    token
-        Position of the forward's token, which has the settings, among the inputs.
+    `backward` is the code for the same modes; `emit` makes the code for others, and is called at
+    most once. `token` is the position of the forward's token, which has its settings, among the
+    inputs.
     """
 
     def __init__(
