@@ -42,22 +42,7 @@ __all__ = [
 
 @dataclass(repr=False)
 class GraphPlan(Metered):
-    """Program and its figures; bytes are above the level at which a step begins.
-
-    Attributes
-    ----------
-    step, graph, program
-        Captured step, its cost model, and the program.
-    limit_bytes
-        Limit of the plan.
-    executor_bytes
-        Bytes kept beside the graph's storages: random states, the caller's scalars, and on an
-        accelerator the slack of its allocator.
-    planning
-        Record of the search for the program.
-    budget_bytes
-        Budget of Rockmate, which does not count gradients of parameters; ``None`` without one.
-    """
+    """Program and its figures; bytes are above the level at which a step begins."""
 
     engine: ClassVar[str] = "graph"
 
@@ -66,9 +51,11 @@ class GraphPlan(Metered):
     program: Program
     limit_bytes: int
     executor_bytes: int
+    """Bytes beside the graph's storages: random states, the caller's scalars, allocator slack."""
     loss_bytes: int
     planning: PlanningRecord = field(default_factory=PlanningRecord)
     budget_bytes: int | None = None
+    """Budget of Rockmate, which does not count gradients of parameters; None without one."""
     _emitted: StepCode | None = field(default=None, repr=False)
     _early: EarlyCode | None = field(default=None, repr=False)
     _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
@@ -139,7 +126,7 @@ class GraphPlan(Metered):
 
     @property
     def recomputation(self) -> float:
-        """Time of recomputed operations, against that of a step without."""
+        """Time of recomputed operations, as a part of the time of a step without recomputation."""
         total = self.graph.total_time
         return (self.program.makespan - self.program.waited) / total - 1 if total else 0.0
 
@@ -159,7 +146,7 @@ class GraphPlan(Metered):
             sum(self.graph.storages[s].bytes for s in op.outputs) + op.workspace_bytes
             for op in self.graph.operations
         ]
-        # A run lasts until the next one begins: what that waits for the tier is in it.
+        # A run lasts until the next one begins: the wait of the next one for the tier is included.
         waits = np.array([*transfers_of(self.program).waits_ns[1:], 0], dtype=np.int64)
         return PredictedTimeline.of_runs(costs[ops] + waits, live, loss, np.array(new)[ops])
 
@@ -181,13 +168,7 @@ class GraphPlan(Metered):
         return self.proved.text("first" if self.step.verifies else "off")
 
     def install(self, tally: Tally | None = None) -> StepCode:
-        """Make the next step run this plan, compiled now if it was not before.
-
-        Parameters
-        ----------
-        tally
-            Tally of a verified step.
-        """
+        """Make the next step run this plan, compiled now if need be; with a tally, verified."""
         if tally is None:
             code = self.emitted
         else:
@@ -262,7 +243,7 @@ class GraphPlan(Metered):
         return emit(lowered, actions, (), prover, self.layout, pooling), prover
 
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
-        """Return the code with early gradients; ``None`` if it has none, or cannot be cut."""
+        """Return the code with early gradients; None if it has none, or cannot be cut."""
         step = self.step
         if step.owners is None:
             return None
@@ -288,20 +269,9 @@ class GraphPlan(Metered):
     ) -> Iterator[tuple[Any, EarlyStep | None]]:
         """Make the captured call run this plan; gradients are delivered as early as it can.
 
-        Parameters
-        ----------
-        slots
-            Slots of the module's parameters.
-        arguments
-            Arguments of the call, nested.
-        spread
-            True if a consumer waits for new gradients too.
-        tally
-            See `install`.
-
-        Returns
-        -------
-        A context that gives the arguments to call it with, and the runner with early gradients.
+        The context gives the arguments to call it with, and the runner with early gradients, None
+        without one. With `spread`, a consumer waits for new gradients too; `tally` is as of
+        `install`.
         """
         code = self._early_code(self.install(tally), spread)
         if code is None:
@@ -315,7 +285,7 @@ class GraphPlan(Metered):
             with early.around(slots, arguments) as replaced:
                 yield replaced, early
         finally:
-            # Another call may reach this graph; its parameters are then as they are.
+            # Another call may reach this graph, with the parameters themselves.
             self.step.captured.emitted = self.emitted
 
 

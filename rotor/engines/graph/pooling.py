@@ -1,4 +1,4 @@
-"""Private pool of the allocator in emitted code: what outlives a step is made outside of it."""
+"""Private pool of the allocator in emitted code; storages that outlive a step are outside of it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,11 @@ def outliving_storages(lowered: Lowered) -> frozenset[int]:
 
 
 class Pooling:
-    """Use of a plan's private pool by emitted code, which plans may share.
-
-    Parameters
-    ----------
-    lowered, costs
-        Operations, and their costs.
-
-    Attributes
-    ----------
-    outliving
-        Numbers of the storages that are made outside of the pool, or copied there.
-    """
+    """Use of a plan's private pool by emitted code, which plans may share."""
 
     def __init__(self, lowered: Lowered, costs: Sequence[Cost]) -> None:
         self.outliving = outliving_storages(lowered)
+        """Numbers of the storages that are made outside of the pool, or copied there."""
         self._plans: weakref.ref[Reserving] | None = None
         self._sizes = sizes_of(lowered, list(costs))
         self._workspaces = [cost.workspace_bytes for cost in costs]
@@ -64,7 +54,7 @@ class Pooling:
             self._entered.enter()
 
     def leave(self) -> None:
-        """Take them from elsewhere."""
+        """Take the allocations of this thread from outside of the pool."""
         entered, self._entered = self._entered, None
         if entered is not None:
             entered.leave()

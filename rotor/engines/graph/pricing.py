@@ -23,18 +23,10 @@ def build_graph(
     moves: bool = False,
     held: Collection[int] = (),
 ) -> Graph:
-    """Return the cost model of captured operations.
+    """Return the cost model of captured operations, with `loss_bytes` of workspace in the loss.
 
-    Parameters
-    ----------
-    lowered, costs
-        Operations.
-    loss_bytes
-        Workspace of the loss.
-    moves
-        True to mark the storages that no second tier may take.
-    held
-        Storages that others hold, and that are not pinned: none of them may move.
+    With `moves`, storages that no second tier may take are marked, also those in `held`, which
+    others hold although they are not pinned.
     """
     operations = []
     for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):

@@ -1,8 +1,8 @@
 """Measured costs of operations: each distinct one runs alone, on made-up inputs of its layout.
 
-Times are medians until stable; the workspace is the memory given out beside the outputs.
-Measuring needs no more memory than one operation. Results are kept on disk, by device, threads and
-PyTorch version (`rotor.common.cache`).
+Times are medians until stable; the workspace is the memory given out beside the outputs. Measuring
+needs no more memory than one operation. Results are kept on disk, by device, threads and PyTorch
+version (`rotor.common.cache`).
 """
 
 from __future__ import annotations
@@ -64,27 +64,17 @@ _RUNS_OF_SCRIPTS = 3  # The first learns of the forward, the second of the backw
 
 @dataclass(frozen=True)
 class Cost:
-    """Costs of one run of an operation.
-
-    Attributes
-    ----------
-    ns
-        Nanoseconds.
-    workspace_bytes
-        Bytes needed beside its inputs and outputs.
-    made_bytes
-        Real sizes of the storages that it makes.
-    flags
-        Observations of two runs (`rotor.engines.graph.repeating`).
-    orders
-        Possible orders of its allocations on an accelerator; ``None`` if they were not recorded.
-    """
+    """Costs of one run of an operation."""
 
     ns: int
     workspace_bytes: int
+    """Bytes needed beside its inputs and outputs."""
     made_bytes: tuple[int, ...] = ()
+    """Real sizes of the storages that it makes."""
     flags: int = UNTESTED
+    """Observations of two runs (`rotor.engines.graph.repeating`)."""
     orders: Orders | None = None
+    """Possible orders of its allocations on an accelerator; None if not recorded."""
 
     def to_row(self) -> list[int]:
         """Return the cost as a row of a table, which `cost_of_row` reads."""
@@ -102,7 +92,7 @@ _NUMBERS = (type(None), bool, int, float)
 def _described(value: Any, device: torch.device, known: dict[fx.Node, Any]) -> Any:
     """Return an argument as a part of an operation's key: layouts of tensors, constants as given.
 
-    The device of the step goes without its name: profiles are kept by device.
+    The step's device is described without its name, since profiles are kept by device.
     """
     if type(value) in _NUMBERS:
         return repr(value)
@@ -159,15 +149,7 @@ def _places(task: Task) -> Any:
 
 
 def keys_of(lowered: Lowered, device: torch.device) -> list[str]:
-    """Return the key of each operation; empty for the loss.
-
-    Parameters
-    ----------
-    lowered
-        Captured operations.
-    device
-        Device of the capture.
-    """
+    """Return the key of each operation, captured on a device; empty for the loss."""
     known: dict[fx.Node, Any] = {}
     return [
         repr(
@@ -329,21 +311,9 @@ def profile(
 ) -> list[Cost]:
     """Return the cost of every operation; the loss's is zero.
 
-    Parameters
-    ----------
-    lowered
-        Captured operations.
-    device
-        Device of the runs.
-    primals
-        Inputs of the joint graph, if available; they are read, not changed.
-    progress
-        Function called with (operations measured, distinct operations).
-
-    Raises
-    ------
-    MeterBusyError
-        An operation has to be measured, and a profiler or another meter runs.
+    `primals` are inputs of the joint graph, if available; they are read, not changed. `progress` is
+    called with (operations measured, distinct operations). Raise MeterBusyError if an operation has
+    to be measured while a profiler or another meter runs.
     """
     keys = keys_of(lowered, device)
     distinct, known = distinct_operations(lowered, keys, device)
@@ -367,12 +337,7 @@ def choose_kernels(
 ) -> None:
     """Have both threads of a step search the algorithms of convolutions before a step runs.
 
-    Parameters
-    ----------
-    tasks
-        Operations, also those whose costs are known.
-    lowered, device, primals
-        As of `profile`.
+    `tasks` include operations whose costs are known.
     """
     if not devices.searches(device):
         return
@@ -393,15 +358,7 @@ def choose_kernels(
 def warm_up_scripts(lowered: Lowered, primals: Sequence[Any]) -> None:
     """Run calls of scripts until their executors run the code that they will keep.
 
-    Parameters
-    ----------
-    lowered, primals
-        As of `profile`.
-
-    Raises
-    ------
-    CaptureError
-        That code gives results of another layout.
+    Raise CaptureError if that code gives results of another layout.
     """
     calls = [task for task in lowered.tasks if scripts.runs_script(task.node)]
     arguments = Arguments(lowered, primals)
@@ -439,7 +396,7 @@ def in_order(lowered: Lowered, keys: Sequence[str], known: Mapping[str, Cost]) -
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Run operations as they are, and put the random states back."""
+    """Return a context to run operations without gradients and casts; it restores random states."""
     with (
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
@@ -505,7 +462,7 @@ def _orders(
     arguments: Arguments,
     device: torch.device,
 ) -> list[Orders | None]:
-    """Return the orders of the allocations within operations; ``None`` each on the CPU."""
+    """Return the orders of the allocations within operations; each is None on the CPU."""
     if device.type == "cpu":
         return [None] * len(tasks)
     recorded = Recorded()
@@ -530,7 +487,7 @@ def tested_alone(task: Task, arguments: Arguments, device: torch.device) -> int:
 
 
 def sizes_of(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
-    """Return the bytes of the resulting storages, if they are new ones."""
+    """Return the bytes of the resulting storages; the planned bytes where one is not new."""
     known = {core.storage_identity(tensor) for tensor in _tensors_in(given)}
     found = []
     for path, size in zip(task.made, planned, strict=True):
@@ -585,7 +542,7 @@ def estimated_ns(task: Task, device: torch.device) -> int:
 
 
 def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
-    """Return nanoseconds; ``None`` if the operation does not run on made-up arguments."""
+    """Return the nanoseconds of a run; None if the operation does not run on made-up arguments."""
     for arguments.whole in wholes_for(task, device):
         try:
             function, args, kwargs = arguments.of(task)

@@ -1,8 +1,8 @@
-"""Proof that what a program computes again is what it computed first, bit for bit.
+"""Proof that values which a program computes again equal the first ones, bit for bit.
 
-Verified steps run another version of a program's code, which makes a checksum of every value that
-it will compute again, compares it on the device when it does, and reads the results once at the end
-of its backward, before any gradient leaves.
+Verified steps run another version of a program's code. It makes a checksum of every value that will
+be computed again, compares it on the device with that of the new value, and reads the results once
+at the end of its backward, before any gradient leaves.
 """
 
 from __future__ import annotations
@@ -26,14 +26,8 @@ _CURE = "Its value is kept from now on: run the step again"
 def proving_bytes(lowered: Lowered, device: torch.device, comparisons: int) -> int:
     """Return the bytes that a verified step needs beside the storages of its program.
 
-    Parameters
-    ----------
-    lowered
-        Operations; copies of buffers that they change are kept.
-    device
-        Device of the step.
-    comparisons
-        Checksums that the step makes; 0 if nothing is recomputed.
+    They hold the checksums of its `comparisons`, and copies of buffers that its operations change.
+    The result is 0 without comparisons, as nothing is recomputed then.
     """
     if not comparisons:
         return 0
@@ -44,10 +38,7 @@ def proving_bytes(lowered: Lowered, device: torch.device, comparisons: int) -> i
 class Tally:
     """Verified step of a plan, whose parts are proved one by one.
 
-    Parameters
-    ----------
-    proved
-        Results, in which the step is noted once all of its parts were compared and equal.
+    The step is noted in `proved` once all of its parts were compared and equal.
     """
 
     def __init__(self, proved: Proved) -> None:
@@ -72,10 +63,7 @@ class Tally:
     def differing(self, own: list[Mismatch]) -> tuple[list[Mismatch], str]:
         """Return the differences that refuse the step, and a sentence on their origin.
 
-        Parameters
-        ----------
-        own
-            Differences of this process.
+        `own` are those of this process.
         """
         return own, ""
 
@@ -104,7 +92,7 @@ class _State:
             ]
 
     def restore(self) -> None:
-        """Restore them."""
+        """Restore the buffers and gradients."""
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -115,17 +103,10 @@ class _State:
 
 
 class PartsTally(Tally):
-    """Verified step of a model that runs in parts.
+    """Verified step of a model that runs in parts; it is made before the model's forward.
 
-    The gradients of one part leave before another's backward begins, so that all parts are read
-    at the end of the whole backward; after a difference, the model's state is restored.
-
-    Parameters
-    ----------
-    proved
-        As of `Tally`.
-    model
-        Model, before its forward.
+    The gradients of one part leave before another's backward begins, so that all parts are read at
+    the end of the whole backward; after a difference, the model's state is restored.
     """
 
     def __init__(self, proved: Proved, model: nn.Module) -> None:
@@ -140,12 +121,7 @@ class PartsTally(Tally):
     def defer_proof(self, proof: Proof, error: Callable[[list[Mismatch]], Exception]) -> None:
         """Have the comparisons of a part read at the end of the backward.
 
-        Parameters
-        ----------
-        proof
-            The comparisons.
-        error
-            Function of the differences that returns the error for them.
+        `error` returns the error for their differences.
         """
         if not self._waiting:
             core.check_after_backward(self._finish)
@@ -192,26 +168,16 @@ class Running:
 class Prover:
     """Prover of the runs of one program.
 
-    Parameters
-    ----------
-    lowered
-        Operations.
-    failed
-        Function called with the operations that gave other bits: no plan may compute them again.
-
-    Attributes
-    ----------
-    tally
-        Tally of the running step; set before its forward.
-    place
-        Path of the module of the next run.
+    `failed` is called with the operations that gave other bits: no plan may compute them again.
     """
 
     def __init__(self, lowered: Lowered, failed: Callable[[list[Task]], None]) -> None:
         self._lowered = lowered
         self._failed = failed
         self.tally: Tally | None = None
+        """Tally of the running step; set before its forward."""
         self.place = ""
+        """Path of the module of the next run."""
 
     def begin(self, *buffers: torch.Tensor) -> Running:
         """Return the object in which the code of a run notes its values."""
@@ -244,13 +210,7 @@ class Prover:
         return recomputation_error(operation, module, mismatch, cure, others=len(found) - 1)
 
     def roots(self, found: list[Mismatch]) -> tuple[list[Task], str, Mismatch]:
-        """Return the first operations that differed, and a name and a value of one.
-
-        Parameters
-        ----------
-        found
-            All differences.
-        """
+        """Return the first operations that differed, and a name and a value of one of them."""
         producer = {s: task for task in self._lowered.tasks for s in task.made.values()}
         differing: dict[Any, Mismatch] = {mismatch.site: mismatch for mismatch in found}
         roots = [s for s in differing if not set(producer[s].inputs) & set(differing)]

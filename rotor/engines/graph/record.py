@@ -9,32 +9,22 @@ __all__ = ["PlanningRecord"]
 
 @dataclass
 class PlanningRecord:
-    """Record of the search for one kind of step's program.
-
-    Attributes
-    ----------
-    origin
-        Origin of the first program: "searched before the step", "estimated" by a run or two of each
-        operation, "repaired" from an earlier one, "kept on disk", or "loaded".
-    improved
-        Number of better programs since.
-    is_final
-        True if no better one is looked for.
-    seconds
-        Time of the capture and of all searches, measurements included.
-    is_rough
-        True if operations are left to measure between the steps.
-    told, told_recomputation
-        Number of better programs, and recomputation, of the latest line about it; ``None`` before.
-    """
+    """Record of the search for one kind of step's program."""
 
     origin: str = "searched before the step"
+    """Or "estimated" by a run or two of each operation, "repaired", "kept on disk", "loaded"."""
     improved: int = 0
+    """Number of better programs since."""
     is_final: bool = True
+    """True if no better program is looked for."""
     seconds: float = 0.0
+    """Time of the capture and of all searches, measurements included."""
     is_rough: bool = False
+    """True if operations are left to measure between the steps."""
     told: int = 0
+    """Number of better programs when the user was last told of them."""
     told_recomputation: float | None = None
+    """Recomputation when the user was last told of it; None before."""
 
     @property
     def text(self) -> str:

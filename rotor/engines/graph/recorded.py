@@ -1,8 +1,8 @@
 """Profiles recorded on one machine and used on another, and the choice between sources of costs.
 
 A profile is the data that the module `profile` keeps on disk: for each distinct operation its time,
-workspace and the sizes that it makes. Devices are no part of an operation's key, so that
-a capture on a CPU, or without values, finds the records of a GPU.
+workspace and the sizes that it makes. Devices are no part of an operation's key, so that a capture
+on a CPU, or without values, finds the records of a GPU.
 """
 
 from __future__ import annotations
@@ -104,10 +104,7 @@ class Profile:
     def from_dict(cls, data: Any) -> Self:
         """Return the profile that `to_dict` wrote.
 
-        Raises
-        ------
-        ValueError
-            Another format or version, or a field missing or wrong.
+        Raise ValueError for another format or version, or a field that is missing or wrong.
         """
         fields = check_header(data, FORMAT, VERSION)
         if "sha256" in fields and not cache.is_whole(data):
@@ -167,19 +164,9 @@ class Profile:
         return found if machine is None else replace(found, machine=machine)
 
     def costs(self, lowered: Lowered, device: torch.device) -> list[Cost]:
-        """Return the cost of every operation of a step, as recorded; the loss's is zero.
+        """Return the recorded cost of every operation, captured on a device; the loss's is zero.
 
-        Parameters
-        ----------
-        lowered
-            Captured operations.
-        device
-            Device of the capture.
-
-        Raises
-        ------
-        ValueError
-            Operations are missing, and no machine was given to estimate them.
+        Raise ValueError if operations are missing, and no machine was given to estimate them.
         """
         keys = keys_of(lowered, device)
         costs: list[Cost] = []
@@ -257,10 +244,7 @@ def save_profile(
 def source_of(given: Any) -> Source:
     """Return the source of costs for "measured", a machine, a profile or the path of one.
 
-    Raises
-    ------
-    TypeError, ValueError
-        The value is none of these; the file holds no profile.
+    Raise TypeError for another value, and ValueError if the file holds no profile.
     """
     if isinstance(given, Machine | Profile) or given == MEASURED:
         return given  # type: ignore[no-any-return]
@@ -288,25 +272,9 @@ def price(
 ) -> list[Cost]:
     """Return the cost of every operation, from any source; the loss's is zero.
 
-    Operations that do not repeat are marked, so that no plan computes them again.
-
-    Parameters
-    ----------
-    source
-        "measured" runs operations that are not in the cache; a machine or a profile runs none.
-    lowered
-        Captured operations.
-    device
-        Device of the capture.
-    primals
-        Inputs of the joint graph, for measuring.
-    progress
-        Function called with (operations measured, distinct operations).
-
-    Raises
-    ------
-    ValueError
-        The profile lacks operations.
+    The source "measured" runs operations that are not in the cache; a machine or a profile runs
+    none. Operations that do not repeat are marked, so that no plan computes them again. `primals`
+    and `progress` are as of `profile`. Raise ValueError if a profile lacks operations.
     """
     if isinstance(source, Machine):
         costs = estimate(lowered, source)

@@ -1,7 +1,7 @@
 """Operations that stand for calls of modules while AOTAutograd traces a model.
 
-A call of a module is one operation, and its backward another one. Both are of no use but in a
-trace: their results have layouts only, which come from the joint graph of the module's own forward.
+A call of a module is one operation, and its backward another one. Both can only be traced: their
+results have layouts, which come from the joint graph of the module's own forward, and no values.
 """
 
 from __future__ import annotations
@@ -56,25 +56,19 @@ class Uncertain(Exception):
 
 @dataclass
 class Region:
-    """Joint graph of a region.
-
-    Attributes
-    ----------
-    primals, tangents
-        Inputs; ``None`` for an output without a gradient.
-    before, after
-        Nodes of the forward and of the backward.
-    outputs, gradients
-        Results; ``None`` for an input without a gradient.
-    """
+    """Joint graph of a region."""
 
     primals: list[fx.Node]
     tangents: list[fx.Node]
     differentiable: list[int]
+    """Numbers of the outputs to which the tangents belong."""
     before: list[fx.Node]
+    """Nodes of the forward."""
     after: list[fx.Node]
+    """Nodes of the backward."""
     outputs: list[fx.Node]
     gradients: list[fx.Node | None]
+    """Gradient of each primal; None for one without."""
 
     @property
     def wanted(self) -> list[int]:
@@ -88,26 +82,18 @@ _Layouts = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Family:
-    """Regions of one module for several layouts of the gradients of its outputs.
-
-    Attributes
-    ----------
-    first
-        Region for gradients that are laid out as the outputs.
-    regions
-        Regions by layout.
-    wanted
-        Layouts that a trace came upon and that have no region yet.
-    """
+    """Regions of one module for several layouts of the gradients of its outputs."""
 
     template: regions.Template
     values: list[Any]
     first: Region
+    """Region for gradients that are laid out as the outputs."""
     regions: dict[_Layouts, Region]
     wanted: set[_Layouts] = field(default_factory=set)
+    """Layouts that occurred in a trace and have no region yet."""
 
     def learn(self, decompositions: Any) -> bool:
-        """Trace the module for the layouts that were missed; return whether any were."""
+        """Trace the module for the layouts that lack a region; return whether there were any."""
         body, wanted = self.template.body, list(self.wanted)
         self.wanted.clear()
         for layouts in wanted:
@@ -122,7 +108,7 @@ class Family:
 
 
 CHOSEN: dict[int, _Layouts] = {}
-"""Layouts that calls that are being traced have, by number."""
+"""Layouts of the gradients in calls that are being traced, by number."""
 
 
 def _fake_call(inputs: list[torch.Tensor], number: int) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Test for operations that do not repeat: two runs from the same state, compared bit by bit.
 
 An operation that draws from PyTorch's default generator repeats when the generator's state is
-restored. One that differs all the same is never computed again: its outputs are kept. So are the
-outputs of an operation that could not be run, unless it is PyTorch's own.
+restored. An operation that differs all the same is never computed again: its outputs are kept. So
+are the outputs of an operation that could not be run, unless it is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ could not run on made-up arguments."""
 _NAMED = ("aten", "rotor_cudnn")
 _OWN_NAMESPACES = (*_NAMED, "prims", "prim", "mkldnn", "mkl", "quantized", "torchvision")
 _UNSPECIFIED = UNSPECIFIED_OUTPUTS | {"running_mean_out", "running_var_out"}
-"""With new running statistics, which a repetition makes of changed ones, and discards."""
+"""With new running statistics, which a repetition computes from changed ones, and discards."""
 
 _SEEDED = ("inductor_random", "inductor_randint")
 
@@ -60,15 +60,7 @@ def is_empty(target: Any) -> bool:
 
 
 def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
-    """Return whether an output may hold memory that its operation never wrote.
-
-    Parameters
-    ----------
-    node
-        Operation.
-    path
-        Path of the tensor in its result.
-    """
+    """Return whether the output at a path may hold memory that its operation never wrote."""
     if getattr(node.target, "namespace", "") not in _NAMED:
         return False
     if is_empty(node.target):
@@ -100,17 +92,7 @@ def _read(sums: list[Any]) -> list[Any]:
 
 
 def tested(task: Task, call: Callable[[], Any], device: torch.device) -> int:
-    """Run an operation twice from the same state; return its flags.
-
-    Parameters
-    ----------
-    task
-        Operation.
-    call
-        Function that runs it on unchanged arguments.
-    device
-        Device of the run.
-    """
+    """Run an operation twice, by `call`, from the same state and arguments; return its flags."""
     assert task.node is not None
     cpu = torch.device("cpu")
     states = {here: core.get_generator_state(here) for here in {device, cpu}}
@@ -144,15 +126,7 @@ def _is_seeded(target: Any) -> bool:
 
 
 def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
-    """Mark operations that draw numbers, and operations that must not run twice.
-
-    Parameters
-    ----------
-    lowered
-        Captured operations; they are changed in place.
-    flags
-        Flags of each operation.
-    """
+    """Mark operations that draw numbers, and those that must not run twice, by their flags."""
     lowered.unrepeatable.clear()
     for task, found in zip(lowered.tasks, flags, strict=True):
         if task.node is None:
@@ -166,15 +140,7 @@ def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
 
 
 def keep_from_now_on(lowered: Lowered, tasks: Sequence[Task]) -> None:
-    """Mark operations that gave other bits in a step, and others of the same custom operators.
-
-    Parameters
-    ----------
-    lowered
-        Captured operations.
-    tasks
-        Operations that differed.
-    """
+    """Mark operations that gave other bits in a step, and others of the same custom operators."""
     targets = [task.node.target for task in tasks if task.node is not None]
     custom = [target for target in targets if not _is_own(target)]
     for task in lowered.tasks:
@@ -187,10 +153,7 @@ def keep_from_now_on(lowered: Lowered, tasks: Sequence[Task]) -> None:
 def described_unrepeatable(graphs: Iterable[Lowered]) -> str:
     """Return a warning about operations that are never recomputed, although plans could use it.
 
-    Parameters
-    ----------
-    graphs
-        Captured graphs. Gradients of parameters, which are kept anyway, are not mentioned.
+    Gradients of parameters, which are kept anyway, are not mentioned.
     """
     found: dict[str, None] = {}
     for lowered in graphs:

@@ -1,11 +1,12 @@
 """Changes to a joint graph, and to its tracing, for the results of eager PyTorch.
 
-BatchNorm that eager PyTorch gives to cuDNN is traced as PyTorch's own kernel, and is given back.
+BatchNorm that eager PyTorch gives to cuDNN is traced as PyTorch's own kernel; here it is given to
+cuDNN again.
 
 A convolution's backward gives the gradients of its input and of its weight in one operation, though
-the kernels compute them separately. Split here, each can run at the best moment for memory:
-the input's activation is freed before the gradient of the input comes, and large gradients of
-weights, which stay, may come late.
+the kernels compute them separately. Split here, each can run at the best moment for memory: the
+input's activation is freed before the gradient of the input comes, and large gradients of weights,
+which stay, may come late.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["as_in_eager", "normalise_as_in_eager", "split_convolutions"]
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _STEPS = 1 << 49
-"""Steps to which a reciprocal of a reciprocal is rounded, to be the first number again."""
+"""Steps to which a reciprocal of a reciprocal is rounded, so that it equals the first number."""
 
 
 def as_in_eager() -> dict[Any, Callable[..., Any]]:
@@ -83,18 +84,7 @@ def _is_exact(kept: float) -> bool:
 
 
 def split_convolutions(module: fx.GraphModule) -> int:
-    """Split every convolution's backward that gives both kinds of gradients in two operations.
-
-    Parameters
-    ----------
-    module
-        Joint graph; it is changed in place.
-
-    Returns
-    -------
-    int
-        Number of split operations.
-    """
+    """Split convolutions' backwards that give both kinds of gradients in two; return how many."""
     count = 0
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target is _BACKWARD and _is_splittable(node):
@@ -131,15 +121,8 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
 def normalise_as_in_eager(module: fx.GraphModule) -> int:
     """Give every training BatchNorm that eager PyTorch gives to cuDNN to cuDNN.
 
-    Parameters
-    ----------
-    module
-        Joint graph; it is changed in place.
-
-    Returns
-    -------
-    int
-        Number of such operations in the forward.
+    Return the number of such operations in the forward of the joint graph, which is changed in
+    place.
     """
     graph, reserves = module.graph, dict[fx.Node, fx.Node]()
     for node in list(graph.nodes):
@@ -162,7 +145,7 @@ def normalise_as_in_eager(module: fx.GraphModule) -> int:
 
 
 def _replaced(node: fx.Node, target: Any, args: list[Any]) -> fx.Node:
-    """Return the node that stands for another one from now on."""
+    """Return a new node that has taken the place of a node."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, tuple(args))
     made.meta.update(node.meta)
@@ -172,7 +155,7 @@ def _replaced(node: fx.Node, target: Any, args: list[Any]) -> fx.Node:
 
 
 def _reserve_of(forward: fx.Node, x: torch.Tensor) -> fx.Node:
-    """Return cuDNN's reserve, a further result of a forward."""
+    """Return a new node for cuDNN's reserve, a further result of a forward."""
     made = forward.meta["val"]
     with core.fake_mode_of([forward.args[0]]):
         made = [*made, *[torch.empty(0) for _ in range(5 - len(made))], cudnn.reserve_like(x)]
