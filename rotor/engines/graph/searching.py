@@ -32,7 +32,7 @@ SMALL_GAIN = 0.01
 """Gain of a search after which no other one follows."""
 
 LEAST_GAIN = 0.001
-"""Gain for which a program is exchanged: its code has to be made."""
+"""Gain from which a program is exchanged, which takes the time of making its code."""
 
 
 def _search(
@@ -60,20 +60,10 @@ def begun_with(
     options: Mapping[str, Any],
     rounds: int,
 ) -> Work:
-    """Return the work of a search that begins with a program.
+    """Return the work of a search that begins with a program, after a number of earlier searches.
 
-    Parameters
-    ----------
-    graph
-        Cost model.
-    plan
-        Plan whose limit and reserve hold.
-    start
-        Program of the cost model; its link is that of the search.
-    own_bytes
-        Bytes to leave beside the graph's storages.
-    options, rounds
-        Options of the planner; number of earlier searches.
+    The limit and the reserve are those of `plan`, and the link is that of `start`. `own_bytes` are
+    to be left beside the graph's storages.
     """
     budget = max(plan.limit_bytes - own_bytes - plan.reserve_bytes, 1)
     seeded = {**options, "seed": options.get("seed", 0) + rounds, "link": start.link}
@@ -95,21 +85,14 @@ def outcome_of(job: Job, context: Context) -> tuple[tuple[Program, float] | None
 
 
 def is_fastest(plan: GraphPlan) -> bool:
-    """Return whether no program can be faster: nothing runs again, and nothing is waited for."""
+    """Return whether no program can be faster: nothing runs again, and no run waits for a tier."""
     return not plan.recomputed and not plan.program.waited
 
 
 def exchanged(old: GraphPlan, program: Program, own: int, record: PlanningRecord) -> GraphPlan:
-    """Return the plan of a better program, under the conditions of the old one.
+    """Return the plan of a better program, under the conditions of the old one, and count it.
 
-    Parameters
-    ----------
-    old, program
-        Plan so far, and the better program.
-    own
-        Bytes kept beside the graph's storages.
-    record
-        Record of the search; the exchange is counted.
+    `own` are the bytes kept beside the graph's storages.
     """
     new = GraphPlan(
         old.step,

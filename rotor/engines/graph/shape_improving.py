@@ -1,8 +1,8 @@
 """Better programs for shapes that share a graph, found while training runs.
 
-A background thread searches at the largest shape first, then at the ones that come most often. What
-it finds is a program for every shape: each takes it in its next step, if it is faster there and
-fits.
+A background thread searches at the largest shape first, then at the shapes that come most often.
+Each program that it finds is for every shape: a shape takes the program in its next step, if that
+is faster there and fits.
 """
 
 from __future__ import annotations
@@ -37,33 +37,25 @@ _MOST_SHAPES = 4
 
 @dataclass
 class _State:
-    """Searches for programs of one graph, for one set of existing gradients.
-
-    Attributes
-    ----------
-    plans
-        Latest plan of each shape.
-    used
-        Number of steps by shape.
-    rounds, final, own_bytes
-        By shape: searches so far; shapes for which no more follow; bytes to leave beside programs.
-    job, target
-        Search that runs, and its shape.
-    found
-        Number of better programs so far.
-    seen
-        Value of `found` at the last comparison, by the key of a plan.
-    """
+    """Searches for programs of one graph, for one set of existing gradients."""
 
     plans: dict[Values, GraphPlan] = field(default_factory=dict)
+    """Latest plan of each shape."""
     used: Counter[Values] = field(default_factory=Counter)
+    """Number of steps by shape."""
     rounds: Counter[Values] = field(default_factory=Counter)
+    """Number of searches by shape."""
     final: set[Values] = field(default_factory=set)
+    """Shapes for which no more searches follow."""
     own_bytes: dict[Values, int] = field(default_factory=dict)
+    """Bytes to leave beside programs, by shape."""
     job: Job | None = None
     target: Values = ()
+    """Shape of the running search."""
     found: int = 0
+    """Number of better programs so far."""
     seen: dict[Any, int] = field(default_factory=dict)
+    """Value of `found` at the last comparison, by the key of a plan."""
 
 
 def _step_of(plan: GraphPlan) -> ShapeStep:
@@ -74,10 +66,7 @@ def _step_of(plan: GraphPlan) -> ShapeStep:
 class ShapeImprover:
     """Background planning of the shapes of one engine's graphs.
 
-    Parameters
-    ----------
-    improver
-        Background planning of the other steps: its executor and settings are used.
+    It uses the executor and the settings of `improver`, which plans the other steps.
     """
 
     def __init__(self, improver: Improver) -> None:
@@ -104,7 +93,7 @@ class ShapeImprover:
         return self._exchanged(state, plan)
 
     def finish(self, timeout: float | None) -> bool:
-        """Bring all searches to their end; return whether that took no longer than allowed."""
+        """Bring all searches to their end; return whether that took at most `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         for state in list(self._states.values()):
             while state.job is not None or any(self._open(state)):
@@ -138,7 +127,7 @@ class ShapeImprover:
                 yield values
 
     def _start(self, state: _State) -> None:
-        """Begin a search at the largest shape, or else at the one that comes most often."""
+        """Begin a search at the largest shape, or else at the shape that comes most often."""
         shapes = list(self._open(state))
         if not shapes:
             return

@@ -1,8 +1,9 @@
 """Steps of one captured graph at any sizes: costs by fits, and programs that carry over.
 
 A graph captured with symbolic dimensions has the same operations at every shape, so that a program
-is an order in which they run at any of them. A new shape evaluates sizes and costs, prices the
-programs that other shapes have left, and takes the fastest that fits; only if none does, a search.
+is an order in which they run at any of them. For a new shape, sizes and costs are evaluated, the
+programs of other shapes are priced, and the fastest that fits is taken; only if none fits, a search
+is made.
 """
 
 from __future__ import annotations
@@ -61,36 +62,23 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 @dataclass
 class _Entry:
-    """Program for every shape, and the code that runs it.
-
-    Attributes
-    ----------
-    actions
-        Actions in their order.
-    code
-        Functions that run it; ``None`` before they are needed.
-    verified
-        The same with comparisons, and their prover.
-    proved
-        Results of verified steps.
-    own
-        Bytes kept beside the storages, by limit.
-    used
-        Number of the last choice of the program.
-    total
-        Bytes of all storages at the shape for which it was searched.
-    link
-        Link to a second tier with which it was searched for.
-    """
+    """Program for every shape, and the code that runs it."""
 
     actions: Order
     code: StepCode | None = None
+    """Functions that run it; None before they are needed."""
     verified: Any = None
+    """The same with comparisons, and their prover."""
     proved: Proved = field(default_factory=Proved)
+    """Results of verified steps."""
     own: dict[int, int] = field(default_factory=dict)
+    """Bytes kept beside the storages, by limit."""
     used: int = 0
+    """Number of the last choice of the program."""
     total: int = 0
+    """Bytes of all storages at the shape for which it was searched."""
     link: Link | None = None
+    """Link to a second tier with which it was searched for."""
 
 
 class _Variant:
@@ -140,7 +128,7 @@ class _Variant:
     def prune(self) -> None:
         """Drop the programs that were not chosen for longest."""
         while len(self.programs) > _MOST_PROGRAMS:
-            # The first one runs every operation once.
+            # The first program, which runs every operation once, is always kept.
             oldest = min(list(self.programs)[1:], key=lambda key: self.programs[key].used)
             del self.programs[oldest]
 
@@ -148,36 +136,7 @@ class _Variant:
 class SymbolicGraph:
     """Captured graph with symbols: sizes, costs and programs of its steps.
 
-    Parameters
-    ----------
-    capture, captured
-        The call, and its graph.
-    device
-        Device of the steps.
-    loss_captured, planned_for, owners, verifies
-        As of `CapturedStep`.
-    known
-        Function that gives the programs on disk of a graph; by default none are read or kept.
-    offload
-        Second tier; ``None`` for none.
-
-    Attributes
-    ----------
-    sizes
-        Sizes for any values of the symbols.
-    fits
-        Costs for any values of the symbols.
-    needs
-        Bytes by which metered steps exceeded their prediction, by values of the symbols.
-    losses
-        Bytes that the caller's loss needs, by values of the symbols.
-    held
-        Limits of the plans so far, by values of the symbols.
-    origins
-        Leaf and dimension of the call's arguments from which each symbol comes; ``None`` if unknown
-        for one of them.
-    leaf_sizes
-        Sizes of these leaves, as expressions.
+    `known` gives the programs on disk of a graph; by default none are read or kept.
     """
 
     def __init__(
@@ -197,6 +156,7 @@ class SymbolicGraph:
     ) -> None:
         self._known, self.offload = known, offload
         self.origins, self.leaf_sizes = origins, leaf_sizes or {}
+        """As of `rotor.engines.graph.families.origins_of`."""
         self.capture, self.captured, self.device = capture, captured, device
         self.loss_captured, self.planned_for = loss_captured, planned_for
         self.owners, self.verifies = owners, verifies
@@ -204,8 +164,11 @@ class SymbolicGraph:
         self.fits = Fits()
         self.factors = np.ones(len(captured.lowered.storages))
         self.excess: dict[Values, int] = {}
+        """Bytes by which metered steps exceeded their prediction."""
         self.losses: dict[Values, int] = {}
+        """Bytes that the caller's loss needs."""
         self.held: dict[Values, int] = {}
+        """Limits of the plans so far."""
         self._variants: dict[tuple[frozenset[int], int], _Variant] = {}
 
     # -- costs
@@ -221,19 +184,14 @@ class SymbolicGraph:
         self.fits.add(Point.of(values, costs, moved, flops))
         for task, cost in zip(self.captured.lowered.tasks, costs, strict=True):
             for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
-                # Some operations make more than their results hold.
+                # Some operations make storages that are larger than their results.
                 ratio = size / max(int(storages[storage]), 1)
                 self.factors[storage] = max(self.factors[storage], ratio)
 
     def add_known(self, values: Sequence[int], known: dict[str, Cost]) -> None:
         """Add costs at a shape at which another capture was measured, if it has all operations.
 
-        Parameters
-        ----------
-        values
-            Values of the symbols.
-        known
-            Costs by the keys of operations (`rotor.engines.graph.profile.keys_of`).
+        `known` are the costs by the keys of operations (`keys_of`).
         """
         lowered = self.concrete(values)
         keys = keys_of(lowered, self.device)
@@ -286,7 +244,7 @@ class SymbolicGraph:
         return self._variants[key]
 
     def forget_programs(self) -> None:
-        """Drop all programs: an option has changed."""
+        """Drop all programs, since an option has changed."""
         self._variants.clear()
 
     def step(self, values: Values) -> ShapeStep:
@@ -319,12 +277,8 @@ class SymbolicGraph:
     def shapes_at(self, values: Values, like: Shapes) -> Shapes:
         """Return the shapes of a call at which the symbols have some values.
 
-        Parameters
-        ----------
-        values
-            Values of the symbols.
-        like
-            Shapes of any call of the graph.
+        Leaves whose sizes are unknown have the shapes in `like`, which are those of any call of the
+        graph.
         """
         scope = dict(zip(self.sizes.names, values, strict=True))
         found = list(like)
@@ -333,14 +287,9 @@ class SymbolicGraph:
         return tuple(found)
 
     def largest_fitting(self, step: ShapeStep, limit_bytes: int) -> Values | None:
-        """Return the largest shape that fits, from one with a plan towards one without.
+        """Return the largest shape that fits, between one with a plan and that of `step`.
 
-        Parameters
-        ----------
-        step
-            Step that fits in no plan.
-        limit_bytes
-            Limit of the plans.
+        The step fits in no plan. None is returned without a shape that has a plan within the limit.
         """
         known = [shape for shape, limit in self.held.items() if limit <= limit_bytes]
         if not known:
@@ -371,15 +320,7 @@ def _between(low: Values, high: Values, part: int) -> Values:
 
 @dataclass
 class ShapeStep(CapturedStep):
-    """Step of a graph with symbols at one shape.
-
-    Attributes
-    ----------
-    symbolic
-        The graph.
-    values
-        Values of its symbols.
-    """
+    """Step of a graph with symbols at one shape, given by values of the symbols."""
 
     symbolic: SymbolicGraph = None  # type: ignore[assignment]
     values: Values = ()
@@ -411,7 +352,7 @@ class ShapeStep(CapturedStep):
         return self._variant
 
     def learn_program(self, program: Program) -> None:
-        """Add a program that was searched for at this shape to the ones of all shapes."""
+        """Add a program that was searched for at this shape to those of all shapes."""
         total = self.symbolic.total(self.values)
         entry = self._variant.entry(program.actions)
         entry.total, entry.link = total, self.link
@@ -465,7 +406,7 @@ class ShapeStep(CapturedStep):
     def solve(self, graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
         """Return a known program that fits in a budget and is good, or the result of a search.
 
-        It is called as `rotor.engines.graph.planned.search`.
+        The arguments are those of `rotor.engines.graph.pricing.search`.
         """
         variant, total = self._variant, self.symbolic.total(self.values)
         known = self.priced(graph, budget, options.get("link"))
@@ -492,7 +433,7 @@ class ShapeStep(CapturedStep):
             try:
                 program = Program(graph, entry.actions, link)
             except InvalidSequenceError:
-                # It moves more than the tier may hold, or the model has none any more.
+                # It moves more than the tier may hold, or the model has no tier any more.
                 continue
             if program.peak_bytes <= budget and (best is None or program.time_ns < best.time_ns):
                 best = program
@@ -512,9 +453,9 @@ class ShapeStep(CapturedStep):
             self._variant.entry(program.actions)
 
     def adopt(self, plan: GraphPlan) -> None:
-        """Share results of verified steps with plans of the same program; trust it if others are.
+        """Share results of verified steps with plans of the same program; note the limit.
 
-        Steps are not metered any more once those of other shapes were as predicted.
+        Once steps of other shapes were as predicted, those of this plan are not metered.
         """
         entry = self._variant.entry(plan.program.actions)
         entry.proved.unproved = plan.proved.unproved
@@ -526,18 +467,13 @@ class ShapeStep(CapturedStep):
             plan.meterings = METERED_STEPS
 
     def note_excess(self, excess_bytes: int) -> None:
-        """Have steps of other shapes expect what this one needed beyond its prediction."""
+        """Have steps of other shapes expect this one's bytes beyond its prediction."""
         self.symbolic.excess[self.values] = excess_bytes
 
     def largest_fitting(self, limit_bytes: int, shapes: Shapes) -> Shapes | None:
-        """Return the shapes of the largest call that fits in a limit; ``None`` if none is known.
+        """Return the shapes of the largest call that fits in a limit; None if none is known.
 
-        Parameters
-        ----------
-        limit_bytes
-            Limit of the plans.
-        shapes
-            Shapes of this call, which fits in no plan.
+        `shapes` are those of this call, which fits in no plan.
         """
         found = self.symbolic.largest_fitting(self, limit_bytes)
         return None if found is None else self.symbolic.shapes_at(found, shapes)

@@ -2,7 +2,7 @@
 
 Every decision is made before a step, by all ranks: which kind of step comes, whether it is measured
 or planned, and by which program. Right before the captured forward they meet once more, since only
-then each one knows that its call has reached the planned graph, and that its tier has room.
+then each rank knows that its call has reached the planned graph, and that its tier has room.
 """
 
 from __future__ import annotations
@@ -46,32 +46,17 @@ _READY, _ELSEWHERE, _FAILED = range(3)
 
 
 class _Meeting:
-    """Agreement of ranks, before anything of a step runs, that all can run it.
-
-    Parameters
-    ----------
-    ranks
-        Processes that run the step.
-
-    Attributes
-    ----------
-    outcome
-        State of all ranks; ``None`` before they met.
-    """
+    """Agreement of ranks, before anything of a step runs, that all can run it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self.outcome: int | None = None
+        """State of all ranks; None before they met."""
 
     def come(self, state: int, error: Exception | None = None) -> None:
-        """Wait for the other ranks.
+        """Wait for the other ranks; raise `error` on a rank that has one.
 
-        Raises
-        ------
-        Exception
-            `error`, on a rank that has one.
-        RankError
-            A rank failed, or has reached another graph and the others not.
+        Raise RankError if a rank failed, or only some ranks have reached another graph.
         """
         self.outcome = _FAILED
         found = [other for (other,) in self._ranks.exchange_ints(state)]
@@ -89,13 +74,7 @@ class _Meeting:
 
 
 class _Met:
-    """Code of a step whose forward begins when all ranks have come to it.
-
-    Parameters
-    ----------
-    code, meeting
-        The code, and the meeting.
-    """
+    """Code of a step whose forward begins when all ranks have come to it."""
 
     def __init__(self, code: StepCode, meeting: _Meeting) -> None:
         self._code = code
@@ -118,15 +97,7 @@ class _Met:
 
 
 class _SharedTally(Tally):
-    """Verified step of all ranks, which is refused on all if one finds a difference.
-
-    Parameters
-    ----------
-    ranks
-        Processes that run the step.
-    proved
-        As of `Tally`.
-    """
+    """Verified step of all ranks, which is refused on all if one finds a difference."""
 
     def __init__(self, ranks: Ranks, proved: Proved) -> None:
         super().__init__(proved)
@@ -157,7 +128,7 @@ class SharedGraphEngine(GraphEngine):
         self._forgotten: set[Any] = set()
 
     def meters_later(self) -> bool:
-        """Return True: what a later step shows, ranks agree on before the next one."""
+        """Return True: ranks agree on the measures of a step before the next step."""
         return True
 
     # -- measuring
@@ -214,7 +185,7 @@ class SharedGraphEngine(GraphEngine):
         self._forgotten.add(measured[0])
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return a note on the ranks."""
+        """Return a note on the ranks and their limit."""
         least = f"the least limit of all, {exact_bytes(plan.limit_bytes)}"
         return [Text(f"{self._ranks.size} ranks run this program, under {least}")]
 

@@ -1,7 +1,7 @@
 """One program for all ranks that have captured the same graph, each at sizes of its own.
 
-The program is searched on one cost model: bytes are the most of any rank, times their means. What
-fits there fits on every rank, which prices the program by its own sizes.
+The program is searched on one cost model: bytes are the most of any rank, times their means. A
+program that fits there fits on every rank, which prices it by its own sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROOMIER = 4
 
 
 def signatures_of(lowered: Lowered) -> list[Any]:
-    """Return what the operations of a graph are, under any sizes, with faithful ``repr``."""
+    """Return descriptions, with faithful ``repr``, of a graph's operations under any sizes."""
     return [
         (
             "" if task.node is None else str(task.node.target),
@@ -46,24 +46,19 @@ def signatures_of(lowered: Lowered) -> list[Any]:
 
 @dataclass(frozen=True)
 class Needs:
-    """Costs of one rank's operations, and its bytes beside them.
-
-    Attributes
-    ----------
-    is_movable, sizes
-        Flags and bytes of the storages.
-    is_once, costs_ns, workspaces
-        Flags, times and workspaces of the operations.
-    own_bytes
-        Bytes beside the storages, without any recomputation.
-    """
+    """Costs of one rank's operations, and its bytes beside them."""
 
     is_movable: npt.NDArray[np.bool_]
+    """By storage."""
     sizes: npt.NDArray[np.int64]
+    """Bytes by storage."""
     is_once: npt.NDArray[np.bool_]
+    """By operation."""
     costs_ns: npt.NDArray[np.int64]
     workspaces: npt.NDArray[np.int64]
+    """Bytes by operation."""
     own_bytes: int
+    """Bytes beside the storages, without any recomputation."""
 
     @classmethod
     def of(cls, step: CapturedStep, graph: Graph, limit_bytes: int) -> Needs:
@@ -100,15 +95,7 @@ def check_same(ranks: Ranks, lowered: Lowered) -> None:
 
 
 def joint_graph(graph: Graph, everyone: Sequence[Needs]) -> Graph:
-    """Return the cost model of all ranks: the most bytes of any, mean times.
-
-    Parameters
-    ----------
-    graph
-        Cost model of this rank.
-    everyone
-        Needs of all ranks, of the same operations.
-    """
+    """Return the cost model of all ranks, from that of one: the most bytes of any, mean times."""
     sizes = np.max([needs.sizes for needs in everyone], axis=0)
     may_move = np.all([needs.is_movable for needs in everyone], axis=0)
     once = np.any([needs.is_once for needs in everyone], axis=0)
@@ -137,27 +124,11 @@ def make_shared_plan(
     options: dict[str, Any] | None = None,
     progress: Any = None,
 ) -> GraphPlan:
-    """Return this rank's plan of the program that the first rank has found for all of them.
+    """Return this rank's plan of the program that the first rank has found for all; collective.
 
-    A collective operation.
-
-    Parameters
-    ----------
-    ranks
-        Processes that run the program.
-    step, loss_bytes
-        Captured step of this rank, and its need of the loss.
-    limit_bytes, reserve_bytes
-        Limit, and bytes set aside; the same on all ranks.
-    options, progress
-        Options of the planner, and its function of (done, total); of the first rank.
-
-    Raises
-    ------
-    InfeasibleError
-        No program was found that fits on all ranks; raised on all of them.
-    RankError
-        The ranks have captured different graphs, or another one has failed.
+    `limit_bytes` and `reserve_bytes` are the same on all ranks; `options` and `progress` are used
+    on the first. Raise InfeasibleError, on all ranks, if no program was found that fits on all of
+    them, and RankError if the ranks have captured different graphs, or another rank has failed.
     """
     graph = step.graph(loss_bytes)
     check_same(ranks, step.lowered)

@@ -39,13 +39,7 @@ def warn_unrepeatable(context: Context, graphs: Sequence[Lowered]) -> None:
 
 
 class Sizing:
-    """Families of one model's calls, and what the graph engine asks of them.
-
-    Parameters
-    ----------
-    context
-        Context of the engine.
-    """
+    """Families of one model's calls, with their captures, steps and plans for the graph engine."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -62,21 +56,11 @@ class Sizing:
         make: Callable[[], Capture],
         steps: dict[Any, CapturedStep],
     ) -> CapturedStep | None:
-        """Return the step of a further shape; ``None`` if its call is captured alone.
+        """Return the step of a further shape; None if its call is captured alone.
 
-        Parameters
-        ----------
-        key, loss_fn, arguments, call
-            Call, and its loss.
-        make
-            Function that makes a capture.
-        steps
-            Steps by `Key.measured`; shapes that were captured alone before are exchanged too.
-
-        Raises
-        ------
-        CannotPlan
-            The capture of another shape has failed.
+        `make` makes a capture. `steps` has the steps by `Key.measured`; those of shapes that were
+        captured alone before are exchanged too. Raise CannotPlan if the capture of another shape
+        has failed.
         """
         family = self.families.joined(key.measured, self.context.module, arguments)
         if family.error is not None:
@@ -102,15 +86,7 @@ class Sizing:
         return made
 
     def captured_separately(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
-        """Note a shape that is captured alone whatever others there are.
-
-        Parameters
-        ----------
-        key, arguments
-            Call.
-        reason
-            Reason for which no size can be a symbol.
-        """
+        """Note a shape that is captured alone, for a reason why no size can be a symbol."""
         family = self.families.joined(key.measured, self.context.module, arguments)
         shapes = shapes_of(core.tree_flatten(arguments)[0])
         for leaf, dimension in family.differing(shapes):
@@ -178,20 +154,20 @@ class Sizing:
             if measured in context.learned_loss:
                 graph.losses[there] = context.learned_loss[measured]
             for key in [key for key in context.plans if key.measured == measured]:
-                # From now on that shape runs as the others do.
+                # From now on this shape runs on the graph with symbols, as the others do.
                 graph.held[there] = context.plans.pop(key).limit_bytes
             steps[measured] = graph.step(there)
             family.separate_count -= 1
         family.graphs.append(graph)
 
     def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:
-        """Return a function that reads programs from disk; ``None`` where a seed decides alone."""
+        """Return a function that reads programs from disk; None where a seed decides alone."""
         is_open = self.context.may_improve_plans()
         has_tier = self.context.settings.offload is not None
         return partial(KnownOrders, device=device, has_tier=has_tier) if is_open else None
 
     def refuse(self, key: Key, error: CaptureError) -> None:
-        """Have no other sizes of a call captured that could not be."""
+        """Have no other sizes captured of a call whose capture has failed."""
         family = self.families.of(key.measured)
         if family is not None:
             family.error = CaptureError(*error.args)  # Frames hold the arguments of the call.
@@ -207,7 +183,7 @@ class Sizing:
             self.families.drop(measured)
 
     def forget_programs(self) -> None:
-        """Drop all programs: an option has changed."""
+        """Drop all programs, since an option has changed."""
         for family in self.families:
             for graph in family.graphs:
                 graph.forget_programs()
@@ -224,19 +200,9 @@ class Sizing:
     ) -> GraphPlan:
         """Return the plan of a step, which shapes may share.
 
-        Parameters
-        ----------
-        step, key, reserve_bytes
-            Step, its key, and bytes set aside.
-        solve
-            Search for its programs, if it has none of its own; ``None`` for the planner's.
-        make
-            Function of the bytes set aside, and of a search, that makes a plan.
-
-        Raises
-        ------
-        InfeasibleError
-            No program fits; `too_large` has a better message.
+        `make` makes a plan from the bytes set aside and a search for programs: the step's own, else
+        `solve`, and the planner's if that is None. Raise InfeasibleError if no program fits;
+        `too_large` has a better message.
         """
         family, begun = self.families.of(key.measured), time.monotonic()
         plan = make(max(reserve_bytes, step.expected_excess), step.solver or solve)
@@ -247,7 +213,7 @@ class Sizing:
         return plan
 
     def described(self, key: Key) -> str:
-        """Return the shape of a call as text, if there are others."""
+        """Return the shape of a call as text; empty if all calls have the same shape."""
         family = self.families.of(key.measured)
         if family is None or key.measured not in family.shapes:
             return ""
@@ -260,12 +226,7 @@ class Sizing:
     ) -> InfeasibleError:
         """Return the error for a step that fits in no plan: it names the largest shape that does.
 
-        Parameters
-        ----------
-        step, key, limit
-            Step, its key, and the limit in bytes.
-        error
-            Error of the search for its plan, returned if no other shape is known.
+        `error` of the search for its plan is returned if no other shape is known.
         """
         family = self.families.of(key.measured)
         if not step.shares_shapes or family is None:

@@ -20,10 +20,7 @@ _LONGEST = 100
 def source_line(stack_trace: str) -> str:
     """Return file, line and code of the innermost frame outside PyTorch; empty if unknown.
 
-    Parameters
-    ----------
-    stack_trace
-        Frames as Python prints them, the innermost last.
+    The stack trace has frames as Python prints them, the innermost last.
     """
     for path, line, code in reversed(_FRAME.findall(stack_trace)):
         if path.startswith((_LIBRARY, _ENGINES)):

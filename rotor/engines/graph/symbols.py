@@ -1,8 +1,9 @@
 """Sizes of a captured graph as functions of symbols, evaluated for given sizes of the arguments.
 
 A graph captured with symbolic dimensions has expressions in the place of sizes. They are compiled
-once into a function of the symbols that returns a list of whole numbers; a shape is then a few
-array operations. `at` makes a graph of plain sizes, for the few shapes at which operations are run.
+once into a function of the symbols that returns a list of whole numbers; the sizes of a shape then
+take a few array operations. `at` makes a graph of plain sizes, for the few shapes at which
+operations are run.
 """
 
 from __future__ import annotations
@@ -51,23 +52,11 @@ class _Expressions:
 
 
 class Sizes:
-    """Bytes of storages, and amounts of work of operations, for any values of the symbols.
-
-    Parameters
-    ----------
-    lowered
-        Operations of a graph with symbols.
-    device
-        Device of the graph.
-
-    Attributes
-    ----------
-    names
-        Names of the symbols, in the order of their values.
-    """
+    """Bytes of storages, and amounts of work of operations, for any values of the symbols."""
 
     def __init__(self, lowered: Lowered, device: torch.device) -> None:
         self.names = list(lowered.symbols)
+        """Names of the symbols, in the order of their values."""
         expressions = _Expressions(self.names)
         nodes = [task.node for task in lowered.tasks]
         values = [node.meta.get("val") for node in lowered.primals]
@@ -86,10 +75,7 @@ class Sizes:
     def of(self, values: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
         """Return the bytes of storages, and the moved bytes and flops of operations.
 
-        Parameters
-        ----------
-        values
-            Values of the symbols, in the order of `names`.
+        `values` are those of the symbols, in the order of `names`.
         """
         found = np.array(self._evaluate(*values), dtype=np.int64)
         bytes_of = found[self._storages]
@@ -108,15 +94,7 @@ def _made(lowered: Lowered, task: Task, path: tuple[int, ...]) -> Any:
 
 
 def origin_values(lowered: Lowered, primals: Sequence[Any]) -> list[int]:
-    """Return the values of the symbols in a call.
-
-    Parameters
-    ----------
-    lowered
-        Operations of a graph with symbols.
-    primals
-        Inputs of the joint graph.
-    """
+    """Return the values of the symbols in a call, from the inputs of its joint graph."""
     return [
         int(primals[index] if dimension is None else primals[index].shape[dimension])
         for index, dimension in lowered.symbols.values()
@@ -203,14 +181,7 @@ class _Concrete:
 def at(lowered: Lowered, sizes: Sequence[int], values: Sequence[int]) -> Lowered:
     """Return the graph with plain sizes; operations and storages keep their numbers.
 
-    Parameters
-    ----------
-    lowered
-        Operations of a graph with symbols.
-    sizes
-        Bytes of the storages (`Sizes.of`).
-    values
-        Values of the symbols.
+    `sizes` are the bytes of the storages (`Sizes.of`), and `values` those of the symbols.
     """
     nodes = _Concrete(lowered, dict(zip(lowered.symbols, values, strict=True))).run()
     kept = {node: made for node, made in nodes.items() if isinstance(made, fx.Node)}
