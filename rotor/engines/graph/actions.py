@@ -1,7 +1,7 @@
-"""Actions of programs with a second tier, as the code of a captured step runs them.
+"""Actions of a program, as the code of a captured step runs them.
 
-With n operations and m storages, an action k < n runs operation k, n <= k < n + m finishes the
-offload of storage k - n, and n + m <= k starts the fetch of storage k - n - m.
+With n operations and m storages, an action k < n runs operation k; n <= k < n + m finishes the
+offload of storage k - n to the second tier; n + m <= k starts the fetch of storage k - n - m.
 """
 
 from __future__ import annotations
@@ -39,34 +39,19 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """Action of a program.
-
-    Attributes
-    ----------
-    kind
-        Kind.
-    number
-        Number of the operation that runs, or of the storage that moves.
-    reads, makes
-        Storages that it needs, and storages that are in memory after it.
-    """
+    """Action of a program."""
 
     kind: Kind
     number: int
+    """Number of the operation that runs, or of the storage that moves."""
     reads: tuple[int, ...]
+    """Storages that it needs."""
     makes: tuple[int, ...]
+    """Storages that are in memory after it."""
 
 
 def actions_of(lowered: Lowered, numbers: Iterable[int]) -> list[Action]:
-    """Return the actions of a program of captured operations.
-
-    Parameters
-    ----------
-    lowered
-        Operations.
-    numbers
-        Actions as numbers.
-    """
+    """Return the actions of a program of captured operations, given as numbers."""
     operations, storages = len(lowered.tasks), len(lowered.storages)
     runs = [
         Action(Kind.RUN, k, tuple(task.inputs), tuple(task.made.values()))
@@ -93,14 +78,8 @@ def runs_among(lowered: Lowered, numbers: Iterable[int]) -> list[int]:
 def renumbered(numbers: Sequence[int], operations: int, others: dict[int, int]) -> list[int]:
     """Return a program's actions for another list of operations on the same storages.
 
-    Parameters
-    ----------
-    numbers
-        Actions.
-    operations
-        Number of the former operations.
-    others
-        New numbers of operations; the ones that it lacks are left out. The new list has as many.
+    `operations` is the length of the former list. `others` has the new numbers of operations, one
+    for each operation of the new list; operations without a new number are left out.
     """
     moved = [others.get(k) if k < operations else k + len(others) - operations for k in numbers]
     return [k for k in moved if k is not None]
@@ -127,16 +106,8 @@ def offloaded(actions: Sequence[Action]) -> dict[int, list[int]]:
 def movable(lowered: Lowered, sizes: Sequence[int], least_bytes: int) -> list[bool]:
     """Return for every storage whether it may go to a second tier.
 
-    Parameters
-    ----------
-    lowered, sizes
-        Operations, and the bytes of their storages.
-    least_bytes
-        Smallest storage that is worth a transfer.
-
-    Notes
-    -----
-    Outputs and gradients are held by others. Gradients of outputs come from the caller's loss.
+    No storage of less than `least_bytes` may. Outputs and gradients are held by others, and
+    gradients of outputs come from the caller's loss.
     """
     found = [False] * len(lowered.storages)
     owners: dict[int, int] = {}

@@ -37,18 +37,12 @@ def own_slots(module: nn.Module) -> dict[int, Slot]:
 
 
 class Alike(NamedTuple):
-    """Modules of which several of one class stand side by side.
-
-    Attributes
-    ----------
-    modules
-        Modules with no tensor that is shared with another module, or lies in the memory of one.
-    obstacles
-        Reasons for which other such modules are none of these.
-    """
+    """Modules of which several of one class stand side by side."""
 
     modules: list[nn.Module]
+    """None has a tensor that is shared with another module, or lies in the memory of one."""
     obstacles: list[str]
+    """Reasons why other modules with a twin are not among `modules`."""
 
 
 def alike_modules(model: nn.Module) -> Alike:
@@ -72,7 +66,7 @@ def alike_modules(model: nn.Module) -> Alike:
                 continue
             forms = Counter(map(_form, alike))
             for child in alike:
-                # What has no twin is searched for alike modules itself.
+                # A child without a twin is searched for alike modules within it.
                 if next(child.children(), None) is not None and forms[_form(child)] > 1:
                     obstacle = _obstacle(child, seen)
                     if obstacle:
@@ -91,7 +85,7 @@ def _form(module: nn.Module) -> Any:
 
 
 def _obstacle(module: nn.Module, seen: Counter[Any]) -> str:
-    """Return the reason for which no other module's trace stands for a module; empty if none."""
+    """Return the reason why no other module's trace can stand for a module; empty if none."""
     for part in module.modules():
         if isinstance(part, StandIn):
             return "a script is run whole"
@@ -111,13 +105,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Watch:
-    """Check, before each step, that modules are as they were when another one was traced.
-
-    Parameters
-    ----------
-    model
-        Module that holds them.
-    """
+    """Check, before each step, that modules are as they were when another one was traced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -175,16 +163,13 @@ class Watch:
     def tensors(self, others: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that a step takes from the modules; None if something has changed.
 
-        Parameters
-        ----------
-        others
-            The step's other inputs.
+        They must differ from one another, and from `others`, the step's other inputs.
         """
         try:
             if list(map(tuple, map(_values_of, self._held))) != self._values:
                 return None
         except (RuntimeError, TypeError, ValueError):
-            # Values that cannot be compared are others.
+            # Values that cannot be compared count as changed.
             return None
         found = [held.get(name) for held, name in self._slots]
         if not self._have_layouts(found) and any(

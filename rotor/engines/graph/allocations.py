@@ -17,21 +17,16 @@ Orders = tuple[tuple[int, ...], ...]
 """Possible orders within an operation (`rotor.graph.blocks.Orders`); none where it is not known.
 
 Events have no addresses: of several blocks of one size, the latest or the earliest may be the one
-that is freed. Where that makes no difference, the order is here once.
+that is freed. Where both choices give the same order, it is listed once.
 """
 
 
 class Recorded:
-    """Events of a number of operations.
-
-    Attributes
-    ----------
-    events
-        Sizes of allocated blocks, negative ones of freed blocks, by operation.
-    """
+    """Events of a number of operations."""
 
     def __init__(self) -> None:
         self.events: list[list[int]] = []
+        """By operation, the bytes of allocated blocks; negative for freed blocks."""
 
     def orders(self, index: int, made: Sequence[int]) -> Orders:
         """Return the possible orders within an operation that makes storages of known sizes."""
@@ -80,7 +75,7 @@ def _order(events: Sequence[int], made: Sequence[int], *, latest: bool) -> tuple
             sizes.append(nbytes)
             continue
         same = [k for k in live if sizes[k] == -nbytes]
-        if same:  # Else what was there before is freed.
+        if same:  # Otherwise a block from before the operation is freed.
             freed = same[-1] if latest else same[0]
             live.remove(freed)
             entries.append(-1 - freed)

@@ -1,7 +1,7 @@
-"""Proof that code which is written for compilation gives what the model gives by itself.
+"""Proof that code which is written for compilation gives the same outputs as plain execution.
 
 Code may ask whether it is being compiled. A capture answers no, as in plain execution. Where that
-branch cannot be captured the other one is, and is used if both give the same bits.
+branch cannot be captured, the other branch is captured, and used if both give the same bits.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
 def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     """Have a model prepare itself as in its first forward; return whether one completed.
 
-    It runs twice without gradients, which fails for a forward that computes some itself. What the
-    second run does not change again stays; all else is as before. A model that draws random numbers
-    to prepare itself has to do that in a step.
+    The forward runs twice without gradients, which fails for a forward that computes some itself.
+    Changes that the second run does not make again stay; all others are undone. A model that draws
+    random numbers to prepare itself has to do so in a step.
     """
     device = device_of((args, kwargs), module)
     runs: list[Trial] = []

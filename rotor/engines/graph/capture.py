@@ -1,9 +1,9 @@
 """Capture of the joint forward and backward graph of a call, through ``torch.compile``.
 
-The compiled call runs the functions that were set last: AOTAutograd sees a forward that returns
-the model's outputs, the inputs that autograd keeps, and one token, under any plan. A plan can be
-replaced without capturing again. A capture is for one signature, one graph, unless dimensions of
-its arguments were marked as symbols.
+The compiled call runs the functions that were set last: under any plan, AOTAutograd sees a forward
+that returns the model's outputs, the inputs that autograd keeps, and one token. A plan can thus be
+replaced without capturing again. A capture is for one signature, unless dimensions of its arguments
+were marked as symbols.
 """
 
 from __future__ import annotations
@@ -62,36 +62,23 @@ _ARGUMENT = re.compile(r"L\['(args|kwargs|targets)'\]")
 
 @dataclass
 class Captured:
-    """Graph of a call, and the program that it runs.
-
-    Attributes
-    ----------
-    lowered
-        Operations of the graph.
-    emitted
-        Functions that the next call runs; ``None`` before a program is set.
-    saved
-        Number of primals before the token among the backward's inputs.
-    reached
-        For each gradient, the tangents from which it is computed.
-    absent
-        Tangents that came in no backward so far; ``None`` before the first.
-    zeros
-        Stand-ins for absent tangents, by number and shape.
-    tokens
-        Number of arguments of the backward, and of its results, that are no tensors.
-    guarded
-        Dynamo's expressions of what the code has read of the arguments; true with all within.
-    """
+    """Graph of a call, and the program that it runs."""
 
     lowered: Lowered
     emitted: StepCode | None = None
+    """Functions that the next call runs; None before a program is set."""
     saved: int = 0
+    """Number of primals before the token among the backward's inputs."""
     reached: list[frozenset[int]] | None = None
+    """For each gradient, the tangents from which it is computed."""
     absent: frozenset[int] | None = None
+    """Tangents that came in no backward so far; None before the first."""
     zeros: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+    """Stand-ins for absent tangents, by number and shape."""
     tokens: int = 0
+    """Number of arguments of the backward, and of its results, that are no tensors."""
     guarded: dict[str, bool] = field(default_factory=dict)
+    """Dynamo's expressions for the parts of the arguments that the code has read; True: whole."""
 
     @cached_property
     def are_differentiable(self) -> list[bool]:
@@ -111,14 +98,9 @@ class Captured:
         return dict(zip(names, origin_values(self.lowered, primals), strict=True)) if names else {}
 
     def fill(self, args: list[Any], sizes: Mapping[str, int]) -> None:
-        """Replace absent tangents among the arguments of a backward, and note which came.
+        """Replace absent tangents in `args`, the arguments of a backward, and note which came.
 
-        Parameters
-        ----------
-        args
-            The arguments; they are changed in place.
-        sizes
-            Values of the symbols by name.
+        `sizes` are the values of the symbols.
         """
         first = self.saved + 1
         absent = frozenset(k for k, tangent in enumerate(args[first:]) if tangent is None)
@@ -140,15 +122,7 @@ def _is_token(tensor: torch.Tensor) -> bool:
 
 
 class Unplanned(Exception):
-    """Signal that a captured call was reached before it had a program.
-
-    Parameters
-    ----------
-    captured
-        Reached graph.
-    primals
-        Inputs of the call.
-    """
+    """Signal that a captured call with the inputs `primals` was reached before it had a program."""
 
     def __init__(self, captured: Captured, primals: list[Any]) -> None:
         super().__init__("no program yet")
@@ -198,33 +172,11 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 class Capture:
     """Captured call of a module; several captures if its code depends on Python values.
 
-    Parameters
-    ----------
-    function
-        Function of the module's arguments; a fresh code object is compiled for each capture.
-    backend
-        Executor of the programs: for "inductor", operators are decomposed as it does.
-    folds
-        True to trace one of alike modules, and to copy its operations for the others.
-    branches
-        Answers to code that asks whether it is compiled; "no" if left out.
-    numbers
-        Dynamo's expressions of numbers among the arguments that are to be inputs.
-
-    Attributes
-    ----------
-    graphs
-        Captured graphs.
-    ran
-        Graph that the last call ran.
-    token
-        Object that lives while the last call's backward is still to come.
-    leaves
-        Primals of the last call that get gradients, if a list stood here when it began.
-    folding
-        Copies of alike modules; ``None`` without any.
-    alike
-        Text on the alike modules, and why they were traced one by one; empty without any.
+    A fresh code object of `function` is compiled for each capture. For the backend "inductor",
+    operators are decomposed as it does. With `folds`, one of alike modules is traced, and its
+    operations are copied for the others. `branches` answers code that asks whether it is compiled
+    (by default no), and `numbers` are dynamo's expressions of numbers among the arguments that are
+    to be inputs.
     """
 
     def __init__(
@@ -245,8 +197,11 @@ class Capture:
         self._scripts: list[core.Slot] = []
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
+        """Graph that the last call ran."""
         self.token: weakref.ref[torch.Tensor] | None = None
+        """Object that lives while the last call's backward is still to come."""
         self.leaves: list[Any] | None = None
+        """Primals of the last call that get gradients, if this was a list when it began."""
         decompositions = _inductor.decompositions() if backend == "inductor" else as_in_eager()
         self._function = function
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
@@ -286,7 +241,7 @@ class Capture:
 
     @property
     def alike(self) -> str:
-        """Text on the alike modules; empty without any."""
+        """Text on the alike modules, and why they were traced one by one; empty without any."""
         if self.folding is not None and not self._unfolded:
             return self.folding.text
         return f"traced one by one: {self._unfolded}" if self._has_alike else ""
@@ -301,10 +256,7 @@ class Capture:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the call on a module; raise `Unplanned` if it has no program yet.
 
-        Raises
-        ------
-        CaptureError
-            No single graph of the call exists; the message has the reason and the line of code.
+        A CaptureError says why no single graph of the call exists, and for which line of code.
         """
         self.ran = None
         if not self.graphs or self._owner is None or self._owner() is not module:
@@ -382,12 +334,7 @@ class Capture:
     ) -> Unplanned:
         """Capture a call without running it; raise CaptureError as a call does.
 
-        Parameters
-        ----------
-        module, args
-            The call.
-        symbolic
-            Dimensions of its tensors that may differ in later calls of a new graph.
+        `symbolic` are dimensions of its tensors that may differ in later calls of a new graph.
         """
         for captured in self.graphs:
             captured.emitted = None
@@ -464,12 +411,7 @@ class Capture:
     def with_a_way_around(self, output: Any, rerun: Rerun, forward: Callable[[Any], Any]) -> Any:
         """Return the result of the last call, whose forward may run again in plain autograd.
 
-        Parameters
-        ----------
-        output
-            Result of the call.
-        rerun, forward
-            State in which it began, and the function of its arguments without a plan.
+        `rerun` is the state in which the call began, and `forward` its function without a plan.
         """
         leaves, self.leaves = self.leaves, None
         if not leaves or self.token is None:
@@ -482,13 +424,7 @@ class Capture:
             captured.emitted = None
 
     def note_absent_tangents(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Have the backward of the last call see which outputs get no gradient.
-
-        Parameters
-        ----------
-        outputs
-            Outputs of the call.
-        """
+        """Have the backward of the last call see which of its outputs get no gradient."""
         if self.ran is None or self.token is None:
             return
         standing = self.ran.lowered.output_of_tangent

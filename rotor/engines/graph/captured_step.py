@@ -49,48 +49,32 @@ __all__ = ["CapturedStep", "executor_bytes"]
 
 @dataclass
 class CapturedStep:
-    """Facts on one kind of step: its operations and their costs.
-
-    Attributes
-    ----------
-    loss_captured
-        True if the loss is among the operations.
-    planned_for
-        Type of the device of the costs, if it is another one.
-    owners
-        Origins of the primals that get gradients; ``None`` if unknown for one of them.
-    existing
-        Gradients that exist when the step begins: new ones are added to them.
-    absent
-        Outputs whose gradients the loss does not hand to the backward, by number of the tangent.
-    verifies
-        True if recomputed values are compared in some steps.
-    counts
-        Bytes that a limit counts on an accelerator: "allocated" ones, or the "reserved" ones that
-        the allocator takes from the device for them.
-    offload
-        Second tier; ``None`` for none.
-    base
-        The same step without existing gradients, with all tangents.
-    inductor
-        Compiler of its programs; ``None`` if they are emitted as Python.
-    """
+    """Facts on one kind of step: its operations and their costs."""
 
     capture: Capture
     captured: Captured
     costs: list[Cost]
     device: torch.device
     loss_captured: bool
+    """True if the loss is among the operations."""
     planned_for: str = ""
+    """Type of the device of the costs, if it differs from `device`."""
     owners: Owners | None = field(default=None, repr=False)
+    """Origins of the primals that get gradients; None if unknown for one of them."""
     existing: frozenset[int] = frozenset()
+    """Gradients that exist when the step begins: new ones are added to them."""
     absent: frozenset[int] = frozenset()
+    """Numbers of the tangents that the loss does not hand to the backward."""
     verifies: bool = True
+    """True if recomputed values are compared in some steps."""
     counts: str = "allocated"
+    """Bytes that a limit counts on an accelerator: "allocated", or "reserved" by its allocator."""
     offload: Offload | None = None
     lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
+    """Compiler of its programs; None if they are emitted as Python."""
     base: CapturedStep = field(init=False, repr=False)
+    """The same step without existing gradients, with all tangents."""
     _variants: dict[tuple[frozenset[int], frozenset[int]], CapturedStep] = field(
         init=False, default_factory=dict, repr=False
     )
@@ -122,10 +106,7 @@ class CapturedStep:
     def set_costs(self, costs: list[Cost]) -> None:
         """Replace the costs of the operations, here and in the results of `variant`.
 
-        Parameters
-        ----------
-        costs
-            Costs for no existing gradients, as this step must be; sizes are the former ones.
+        The sizes must be as before, and this step, like the costs, without existing gradients.
         """
         self.costs = costs
         for variant in self._variants.values():
@@ -151,7 +132,7 @@ class CapturedStep:
     def doubtful_tangents(self) -> frozenset[int]:
         """Tangents that never come if the model computes its own loss; none after a backward.
 
-        A model that returns a single number, and larger outputs, is trained by the number.
+        A model that returns a single number and larger outputs is trained by the single number.
         """
         values = [node.meta["val"] for node in self.lowered.tangents]
         large = frozenset(k for k, value in enumerate(values) if value.numel() > 1)
@@ -165,13 +146,7 @@ class CapturedStep:
         return [self, *self._variants.values()]
 
     def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
-        """Return the existing gradients, from the parameters that have none.
-
-        Parameters
-        ----------
-        lacking
-            Flags by number of the parameter, as in `rotor.engines.graph.early.slots_of`.
-        """
+        """Return the existing gradients, by flags of `slots_of` that are true where none exists."""
         return frozenset(
             index
             for index, owner in (self.owners or {}).items()
@@ -272,12 +247,7 @@ class CapturedStep:
     def _blocks_of(self, program: Program, own_bytes: int) -> tuple[BlockBytes, PoolBytes | None]:
         """Return the bytes of a program's blocks, and those in a private pool if these are less.
 
-        Parameters
-        ----------
-        program
-            Program of this step.
-        own_bytes
-            Bytes beside the graph's storages, as of `executor_bytes_of`.
+        `own_bytes` are the bytes beside the graph's storages, as of `executor_bytes_of`.
         """
         copies = [self.lowered.input_bytes(node) for node in self.lowered.mutated]
         is_small = max(copies, default=0) <= SMALL_BYTES
@@ -321,16 +291,10 @@ class CapturedStep:
         return all(has_room(d, self._most_compared, limit_bytes) for d in self._devices)
 
     def executor_bytes(self, replayed: int, compared: int, limit_bytes: int) -> int:
-        """Return the bytes kept beside the graph's storages, copies of what it writes to included.
+        """Return the bytes kept beside the graph's storages, with copies of changed inputs.
 
-        Parameters
-        ----------
-        replayed
-            Number of random states that are restored.
-        compared
-            Checksums of a verified step.
-        limit_bytes
-            The limit of the step.
+        The others are for scalars, `replayed` restored random states and, in a verified step,
+        `compared` checksums.
         """
         proves = self.verifies and self.inductor is None and self.is_provable(limit_bytes)
         return sum(map(self.lowered.input_bytes, self.lowered.mutated)) + max(
@@ -370,7 +334,7 @@ class CapturedStep:
 
     @property
     def assumed_loss_bytes(self) -> int:
-        """Assumed need of an unknown loss: 4 x the output, in all."""
+        """Assumed need of an unknown loss beside the tangents: with them, 4 x the output."""
         return max(assumed_loss_bytes(self.output_bytes) - self.tangent_bytes, 0)
 
     def loss_workspace(self, given_bytes: int, learned_bytes: int | None) -> int:

@@ -47,7 +47,7 @@ class CompiledEngine(GraphEngine):
         super().begin_planning()
 
     def learn(self, plan: GraphPlan, step: StepBytes) -> None:
-        """Compare a metered step with the limit; plan for less, or give up."""
+        """Compare a metered step with the limit; plan for less, or give up Inductor's code."""
         inductor = plan.step.inductor
         assert inductor is not None
         if not self.context.is_current(plan):

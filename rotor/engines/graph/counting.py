@@ -1,4 +1,4 @@
-"""Bytes that a limit counts: allocated ones, or reserved ones."""
+"""Choice of the bytes that a limit counts: allocated ones, or reserved ones."""
 
 from __future__ import annotations
 

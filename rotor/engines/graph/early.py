@@ -1,12 +1,11 @@
 """Early gradients: they leave the backward of a program as soon as they are computed.
 
 A captured call is one node of autograd, which returns all gradients at the end of its backward. A
-consumer of one gradient, such as DistributedDataParallel, which sends it while others are
-computed, then waits for all; and gradients to be added to existing ones all exist before the
-first addition. So the call runs on other tensors on the memory of the parameters, and between these
-and the parameters are nodes of ours, one for each group of parameters: the backward of the call
-begins the program and returns at once, and each node runs the program up to the gradients of its
-group, and returns these.
+consumer of single gradients, such as DistributedDataParallel, which sends some while others are
+computed, then waits for all; and gradients to be added to existing ones all exist before the first
+addition. So the call runs on other tensors in the memory of the parameters, and between these and
+the parameters are nodes of ours, one for each group of parameters: the backward of the call begins
+the program and returns at once, and each node runs the program up to the gradients of its group.
 """
 
 from __future__ import annotations
@@ -48,18 +47,12 @@ _MOST_GROUPS = 32
 
 @dataclass(frozen=True)
 class Owner:
-    """Origin of a primal of a captured call.
-
-    Attributes
-    ----------
-    slots
-        Parameters of the module, by their numbers in `slots_of`.
-    leaves
-        Arguments of the call, by their numbers in the flattened arguments.
-    """
+    """Origin of a primal of a captured call."""
 
     slots: tuple[int, ...] = ()
+    """Parameters of the module, by their numbers in `slots_of`."""
     leaves: tuple[int, ...] = ()
+    """Arguments of the call, by their numbers in the flattened arguments."""
 
 
 Owners = dict[int, Owner]
@@ -77,24 +70,10 @@ def owners_of(
     slots: Sequence[core.Slot],
     arguments: Any = (),
 ) -> Owners | None:
-    """Return the origins of the primals that get gradients.
+    """Return the origins of the primals that get gradients, among parameters and `arguments`.
 
-    Parameters
-    ----------
-    lowered
-        Operations of the joint graph.
-    primals
-        Tensors with which it was called.
-    slots
-        Slots of the module's parameters.
-    arguments
-        Arguments of the call, nested.
-
-    Returns
-    -------
-    dict of int to Owner, or None
-        ``None`` if another tensor needs a gradient too, or an argument that is changed does, or if
-        the call itself reads gradients.
+    None if another tensor needs a gradient too, if an argument that is changed does, or if the call
+    itself reads gradients.
     """
     if lowered.reads_gradients:
         return None
@@ -126,17 +105,8 @@ def delivery_groups(
 ) -> list[tuple[int, list[int]]]:
     """Return groups of gradients that leave a program together, and the moments when they can.
 
-    Parameters
-    ----------
-    lowered, numbers
-        Operations, and the actions of the program.
-    indices
-        Gradients in question; by default all.
-
-    Returns
-    -------
-    For each group the position of the last run that it needs, and its primals. Gradients that share
-    memory leave together, after the program's last read of it.
+    For each group, the position of the last run that it needs, and its primals, of those in
+    `indices`. Gradients that share memory leave together, after the program's last read of it.
     """
     if indices is None:
         indices = [i for i, gradient in enumerate(lowered.gradients) if gradient is not None]
@@ -171,24 +141,16 @@ def delivery_groups(
 
 @dataclass(frozen=True)
 class EarlyCode:
-    """Code of a program whose backward stops at each group of gradients.
-
-    Attributes
-    ----------
-    emitted
-        Functions of the program; the backward is a generator that puts gradients into a dictionary.
-    groups
-        Primals whose gradients are complete at each stop.
-    gradients
-        Number of the call's gradients.
-    prover
-        Prover that may raise after gradients have left.
-    """
+    """Code of a program whose backward stops at each group of gradients."""
 
     emitted: StepCode
+    """Its backward is a generator that puts gradients into a dictionary."""
     groups: list[list[int]]
+    """Primals whose gradients are complete at each stop."""
     gradients: int
+    """Number of the call's gradients."""
     prover: Prover | None = None
+    """Prover that may raise after gradients have left."""
 
     @classmethod
     def of(
@@ -203,14 +165,7 @@ class EarlyCode:
     ) -> EarlyCode:
         """Return the code of a program.
 
-        Parameters
-        ----------
-        lowered, numbers
-            Operations, and the actions of the program.
-        spread
-            True to let new gradients leave early too; by default they leave last.
-        prover, layout, pooling
-            See `rotor.engines.graph.emit.emit`.
+        With `spread`, new gradients leave early too; by default they leave last.
         """
         numbers = [int(number) for number in numbers]
         actions = actions_of(lowered, numbers)
@@ -245,12 +200,12 @@ class EarlyCode:
 
     @property
     def places(self) -> Places | None:
-        """Places of offloaded values; ``None``: nothing is offloaded."""
+        """Places of offloaded values; None if nothing is offloaded."""
         return getattr(self.emitted, "places", None)
 
     @property
     def pooling(self) -> Pooling | None:
-        """Use of a private pool; ``None``: none is used."""
+        """Use of a private pool; None if none is used."""
         return getattr(self.emitted, "pooling", None)
 
     def forward(self, args: list[Any]) -> Any:
@@ -258,7 +213,7 @@ class EarlyCode:
         return self.emitted.forward(args)
 
     def backward(self, args: list[Any]) -> tuple[torch.Tensor | None, ...]:
-        """Return all gradients at the end, if no node of ours waits for them."""
+        """Return all gradients at the end, for a call without nodes of ours that wait for them."""
         given: dict[int, torch.Tensor | None] = {}
         begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
         for _ in begin(args, given):
@@ -267,20 +222,7 @@ class EarlyCode:
 
 
 class Delivery:
-    """Backward of one forward, in parts.
-
-    Parameters
-    ----------
-    code
-        Code to run.
-    marks
-        Functions called when the backward begins, and after its last part.
-
-    Attributes
-    ----------
-    withheld
-        Primals whose gradients are ``None``, because their outputs got none.
-    """
+    """Backward of one forward, in parts; `marks` run before the first and after the last part."""
 
     def __init__(
         self,
@@ -294,6 +236,7 @@ class Delivery:
         self._next = 0
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         self.withheld: frozenset[int] = frozenset()
+        """Primals whose gradients are None, because their outputs got none."""
 
     def __call__(self, args: list[Any]) -> tuple[None, ...]:
         """Begin the backward; every gradient comes later."""
@@ -335,10 +278,11 @@ class Delivery:
         return self._code.prover is not None
 
     def remember(self, owners: Sequence[torch.Tensor]) -> None:
-        """Copy gradients that are about to be added to, outside of the device's memory.
+        """Copy gradients that are about to be added to, to memory outside of the device.
 
-        The backward holds no gradient back: in a verified step it restores them from here,
-        unless all parts of a model are read at the end, which has copies of its own.
+        A verified step does not wait with its gradients: if it fails, it restores the copies. Where
+        all parts of a model are verified together at the end, their `PartsTally` has copies of its
+        own.
         """
         prover = self._code.prover
         copied = prover is not None and isinstance(prover.tally, PartsTally)
@@ -355,7 +299,7 @@ class Delivery:
                 owner.grad = gradient
 
     def forget(self) -> None:
-        """Drop what is not delivered."""
+        """Drop gradients that are not delivered."""
         self._parts = None
         self._given = {}
         self._before.clear()
@@ -392,17 +336,7 @@ class _Deliver(Function):
 
 
 class EarlyStep:
-    """Runner of one captured call that delivers its gradients early.
-
-    Parameters
-    ----------
-    code
-        Program.
-    owners
-        Origins of the call's primals.
-    marks
-        See `Delivery`.
-    """
+    """Runner of one captured call that delivers its gradients early; `marks` as in `Delivery`."""
 
     def __init__(
         self,
@@ -429,12 +363,7 @@ class EarlyStep:
     def around(self, slots: Sequence[core.Slot], arguments: Any) -> Iterator[Any]:
         """Replace a module's parameters, and arguments, by the tensors on which the call runs.
 
-        Parameters
-        ----------
-        slots
-            Slots of the module's parameters.
-        arguments
-            Arguments of the call, nested; the context gives the ones to call it with.
+        The context gives the arguments to call it with.
         """
         leaves = core.tree_flatten(arguments)[0]
         substitutes: dict[int, torch.Tensor] = {}

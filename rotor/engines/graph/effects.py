@@ -1,9 +1,9 @@
 """Checks within a joint graph, freed from the tokens by which AOTAutograd keeps them in order.
 
 ``torch.linalg.inv`` and its like check their results by an operation that returns nothing. It is
-traced with a token, an empty tensor: each such operation takes the one of the operation before, the
-first one an argument of the graph, and the last one's is returned. PyTorch gives the graph no
-tensors for these arguments. A check needs no place but one behind the values that it reads.
+traced with a token, an empty tensor: each such operation takes the token of the one before, the
+first takes an argument of the graph, and the graph returns the last token. PyTorch gives the graph
+no tensors for these arguments. A check only has to come after the values that it reads.
 """
 
 from __future__ import annotations
@@ -17,19 +17,10 @@ __all__ = ["drop_tokens"]
 
 
 def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
-    """Make checks plain operations; return the tokens that the backward is given.
+    """Make checks in a joint graph plain operations; return the tokens that the backward is given.
 
-    Tokens of the forward stay among the inputs, unused; ``None`` is returned for them.
-
-    Parameters
-    ----------
-    module
-        Joint graph; it is changed in place.
-
-    Raises
-    ------
-    CaptureError
-        Another operation has effects that come in order.
+    Tokens of the forward stay among the inputs, unused; None is returned for them. Raise
+    CaptureError if another operation has effects that come in order.
     """
     graph = module.graph
     effects = [node for node in graph.nodes if captures.is_effect(node)]

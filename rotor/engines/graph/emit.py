@@ -1,9 +1,9 @@
 """Python code of a program: one function for the forward, one for the backward.
 
 The forward returns the model's outputs, the inputs that the backward may read, and a *token*: an
-empty tensor that carries the kept values. The holder of the token holds that memory; AOTAutograd
-saves it with the step, so that it is freed with the graph. The kept values may thus change from one
-step to the next without capturing again.
+empty tensor that carries the kept values. AOTAutograd saves the token with the step, so that the
+kept values are freed with the graph of autograd. They may thus change from one step to the next
+without capturing again.
 """
 
 from __future__ import annotations
@@ -79,28 +79,19 @@ class StepCode(Protocol):
 
 @dataclass(frozen=True)
 class Emitted:
-    """Functions of a program, and their source.
-
-    Attributes
-    ----------
-    forward
-        Function of the list of the joint graph's primals, which it empties.
-    backward
-        Function of the list of saved primals, token and tangents, which it empties.
-    replayed
-        Random operations that run more than once; each keeps a state of the generator.
-    places
-        Places of offloaded values; ``None``: nothing is offloaded.
-    pooling
-        Use of a private pool; ``None``: none is used.
-    """
+    """Functions of a program, and their source."""
 
     forward: Callable[[list[Any]], Any]
+    """Function of the list of the joint graph's primals, which it empties."""
     backward: Callable[[list[Any]], Any]
+    """Function of the list of saved primals, token and tangents, which it empties."""
     source: str
     replayed: int
+    """Random operations that run more than once; each keeps a state of the generator."""
     places: Places | None = None
+    """Places of offloaded values; None if nothing is offloaded."""
     pooling: Pooling | None = None
+    """Use of a private pool; None if none is used."""
 
     def prepare(self) -> None:
         """Do nothing: the code is ready."""
@@ -243,7 +234,10 @@ class _Writer:
             self.lines.append(" = ".join([*names, "None"]))
 
     def hand_out(self, indices: Sequence[int], dying: Sequence[int] | None = None) -> None:
-        """Deliver gradients, and stop; storages in `dying` are dropped, by default theirs."""
+        """Write the delivery of gradients, and a stop after it.
+
+        Storages in `dying` are dropped; by default those of the gradients.
+        """
         nodes = [self.lowered.gradients[index] for index in indices]
         for index, node in zip(indices, nodes, strict=True):
             given = self.argument(node)
@@ -255,7 +249,7 @@ class _Writer:
             self.lines.append("yield")
 
     def outside(self, is_outside: bool) -> AbstractContextManager[None]:
-        """Write lines that are run outside of the private pool, if so."""
+        """Return a context whose lines are written to run outside of the private pool, if so."""
         return self._outside() if is_outside else nullcontext()
 
     @contextmanager
@@ -275,12 +269,12 @@ class _Writer:
         return ["    pool.enter()", "    try:", *inner, *_POOL_END]
 
     def run(self, index: int, kept: set[int], replay: str | None) -> None:
-        """Write one execution of a task; `kept` are the storages it makes that are used."""
+        """Write one execution of a task; `kept` are the storages made by it that are used."""
         task = self.lowered.tasks[index]
         assert task.node is not None
         call = self.call(task.node)
         if self.proves and is_empty(task.node.target):
-            # What is made from it is compared before all of it is written.
+            # Values made from it are compared before all of it is written.
             call += ".zero_()"
         if replay is not None:
             self.lines.append(f"now = get_state({replay[1:]})")
@@ -300,7 +294,7 @@ class _Writer:
             self.lines.append(f"set_state({replay[1:]}, now)")
 
     def note(self, index: int, noted: Sequence[int], is_first: bool) -> None:
-        """Note new values of a task in the proof."""
+        """Write code that notes new values of a task in the proof."""
         for path, storage in self.lowered.tasks[index].made.items():
             if storage in noted:
                 variable = self.variable(index, path)
@@ -364,17 +358,8 @@ def compared_storages(
 ) -> dict[int, list[int]]:
     """Return the storages that a program computes again and reads, and the positions.
 
-    Parameters
-    ----------
-    lowered, actions
-        Operations, and the actions of the program.
-    kept
-        Per position, the used storages made there (`deaths`).
-
-    Returns
-    -------
-    dict of int to list of int
-        By storage: the position of the first making, then of every later one that is used.
+    `kept` are per position the used storages made there (`deaths`). The positions are that of the
+    first making, then those of all later ones that are used.
     """
     found: dict[int, list[int]] = {}
     runs = Counter(action.number for action in actions if action.kind is Kind.RUN)
@@ -411,26 +396,13 @@ def emit(
     pooling: Pooling | None = None,
     others: OtherModes | None = None,
 ) -> Emitted:
-    """Return the functions that run a program.
+    """Return the functions that run a program, whose loss must run once.
 
-    Parameters
-    ----------
-    lowered
-        Operations of the joint graph.
-    numbers
-        Actions of the program (`rotor.engines.graph.actions`); the loss runs once.
-    groups
-        Positions in the backward and the gradients that are delivered after them. With groups, or
-        operations that hand gradients over, the backward is a generator, and takes a dictionary
-        for the gradients too: it stops before the first run, and after each of these.
-    prover
-        Prover of recomputed values; by default they are not compared.
-    layout
-        Places of offloaded values; ``None``: nothing is offloaded.
-    pooling
-        Use of a private pool; ``None``: none is used.
-    others
-        Backwards in other modes, for which this is emitted; by default their modes are the same.
+    `groups` are positions in the backward, and the gradients that are delivered after them. With
+    groups, or operations that hand gradients over, the backward is a generator, and takes a
+    dictionary for the gradients too: it stops before the first run, and after each delivery.
+    Without a `prover`, recomputed values are not compared. `others` are the backwards in other
+    modes for which this is emitted; by default the modes of forward and backward are the same.
     """
     actions = actions_of(lowered, numbers)
     boundary = [int(number) for number in numbers].index(lowered.loss)

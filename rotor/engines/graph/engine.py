@@ -124,7 +124,11 @@ class GraphEngine(MeteredEngine):
         return captured_key(self.context, call, takes_numbers=takes_numbers)
 
     def refined(self, key: Key) -> Key:
-        """Return the key of a plan: after several, one plan makes every gradient new."""
+        """Return the key of a plan.
+
+        Once a kind of step has several plans, it is the key of a plan under which every gradient is
+        new.
+        """
         if key not in self.context.plans and not all(key.absent):
             known = sum(other.measured == key.measured for other in self.context.plans)
             if known >= _MOST_PLANS:
@@ -193,7 +197,7 @@ class GraphEngine(MeteredEngine):
         return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
 
     def _one_shape_reason(self) -> str:
-        """Return the reason for which no plan holds for several shapes; empty without one."""
+        """Return the reason why no plan holds for several shapes; empty without one."""
         if self.backend == "inductor":
             return "what Inductor's code needs is measured, and holds for the measured shape only"
         if self.settings.counts == "reserved":
@@ -218,7 +222,7 @@ class GraphEngine(MeteredEngine):
     def _captured_once(
         self, loss_fn: Any, call: Call, numbers: Collection[str]
     ) -> tuple[Capture, Unplanned]:
-        """Capture a call; in branches for compiled code where no others can be captured."""
+        """Capture a call; in branches for compiled code if plain ones cannot be captured."""
         given = (self.context.module, loss_fn, *call.arguments, call.targets)
         refused: CaptureError | None = None
         while True:
@@ -507,7 +511,7 @@ class GraphEngine(MeteredEngine):
         try:
             output = self._called(plan, call, tally)
         except Unplanned as reached:
-            # A Python value that the code depends on has changed: this is another graph.
+            # A Python value that the code depends on has changed: the call needs another graph.
             cancel_running()
             loss_captured = plan.step.loss_captured
             step = self.sizing.reached(plan.key, reached)

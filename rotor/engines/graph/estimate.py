@@ -35,7 +35,7 @@ _NS = 1_000_000_000
 _LOW_PRECISION_BYTES = 2
 
 _SIDES = (768, 4096)  # On the CPU, and on an accelerator.
-_COPIED_BYTES = (1 << 25, 1 << 28)
+_COPIED_BYTES = (1 << 25, 1 << 28)  # On the CPU, and on an accelerator.
 _SECONDS_PER_FIGURE = 0.3
 _LAUNCHES = 500
 """Operations in a row: more than an accelerator's queue hides behind the kernel before them."""
@@ -202,10 +202,8 @@ class Machine:
     def from_dict(cls, data: Any) -> Self:
         """Return the machine that `to_dict` wrote.
 
-        Raises
-        ------
-        ValueError
-            Another format or version, or a field missing, unknown or wrong.
+        Raise ValueError for another format or version, or a field that is missing, unknown or
+        wrong.
         """
         fields = check_header(data, FORMAT, VERSION)
         try:
@@ -247,14 +245,14 @@ def _added(one: torch.Tensor) -> None:
 
 def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     side = _SIDES[device.type != "cpu"]
-    # Of equal numbers, products take less power, and clocks are higher.
+    # Products of equal numbers take less power, so that clocks are higher.
     drawn = torch.rand(side, side, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     a, b = (drawn.to(device, dtype) for _ in range(2))
     return 2 * side**3 * _NS / max(_timed(lambda: a @ b, device), 1)
 
 
 def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...]:
-    """Return the sizes of an operation's new storages, by this type's allocator."""
+    """Return the sizes of an operation's new storages, as rounded by this type's allocator."""
     sizes = []
     for path in task.made:
         if task.node is None:
@@ -268,15 +266,7 @@ def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...
 
 
 def estimate(lowered: Lowered, machine: Machine) -> list[Cost]:
-    """Return the cost of every operation on a machine; the loss's is zero.
-
-    Parameters
-    ----------
-    lowered
-        Captured operations, of any device.
-    machine
-        The machine.
-    """
+    """Return the cost of every operation, captured on any device, on a machine; 0 for the loss."""
     return [estimated(lowered, task, machine) for task in lowered.tasks]
 
 
@@ -327,7 +317,7 @@ def _values(value: Any) -> Any:
 def flops_of(node: fx.Node) -> int:
     """Return the floating-point operations of a call, by PyTorch's formula or one per element.
 
-    A multiplication and an addition are two.
+    A multiplication and an addition count as two.
     """
     return int(flops_expression(node))
 
