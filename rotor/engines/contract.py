@@ -45,7 +45,7 @@ __all__ = [
 
 
 class NothingToPlan(Exception):
-    """Absence of any gradient that the call needs."""
+    """Absence of gradients: nothing in the call needs one."""
 
 
 class CannotPlan(Exception):
@@ -67,7 +67,7 @@ class Unsuited(Exception):
 
 
 class PlanAgain(Exception):
-    """Discovery of another capture for a call, which needs a plan of its own to run."""
+    """Discovery of another capture for a call, which needs its own plan."""
 
 
 _MOST_SHAPES = 4
@@ -344,7 +344,7 @@ class Context:
         return None if call.targets is None else self.settings.loss_fn
 
     def with_loss(self, output: Any, targets: Sequence[Any] | None) -> Any:
-        """Return the loss if targets are given, be it none of them; else the output."""
+        """Return the loss if targets are given, even an empty tuple of them; else the output."""
         loss_fn = self.settings.loss_fn
         return output if targets is None or loss_fn is None else loss_fn(output, *targets)
 

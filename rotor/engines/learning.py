@@ -55,7 +55,8 @@ class MeteredEngine(Engine):
                 raise
             old.outdated = False
             if old.device.type != "cpu" and old.meterings == 1:
-                # There a first step includes one-time workspaces of libraries: meter another one.
+                # On accelerators a first step includes one-time workspaces of libraries: another
+                # one is metered.
                 old.reserve_bytes, old.measured_bytes = 0, None
             else:
                 self.warn_over(old, error.minimum_bytes)

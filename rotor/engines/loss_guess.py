@@ -39,7 +39,7 @@ def plan_with_guess(
         except InfeasibleError as error:
             if reserve == least_bytes:
                 raise
-            # The reserve counts fully at the loss: less of it lowers the peak as much.
+            # At the loss the whole reserve counts: the peak falls by as much as the reserve.
             over = max(error.minimum_bytes - limit_bytes, 1)
             reserve = max(reserve - over, least_bytes)
             continue

@@ -1,4 +1,4 @@
-"""Plain engine: the last one, which runs a model as PyTorch does, and says what that needs."""
+"""Plain engine: the last one, which runs a model as PyTorch does, and meters its memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PlainPlan(Metered):
 
 
 class PlainEngine(Engine):
-    """Steps of plain PyTorch, metered: what no other engine can run."""
+    """Metered steps of plain PyTorch, for models that no other engine can run."""
 
     name: ClassVar[str] = "plain"
     depends_on_structure: ClassVar[bool] = False
@@ -80,7 +80,7 @@ class PlainEngine(Engine):
         return PlainPlan(self.device_of(key), limit_bytes, reason)
 
     def try_out(self, key: Key, call: Call) -> None:
-        """Raise what a forward raises, where one can be tried; it leaves no trace."""
+        """Raise the error of a forward, where one can be tried; the forward leaves no trace."""
         module, given = self.context.module, call.arguments
         try:
             with torch.no_grad(), trial(module, given, self.device_of(key)) as made:

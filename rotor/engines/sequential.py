@@ -420,7 +420,7 @@ class SequentialEngine(ChainEngine):
         return super().result(plan) if owner is None else owner.result(plan)
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return a table of what was compared."""
+        """Return a table of the compared plans."""
         compared = self._compared.get(plan.key)
         return [] if compared is None else [compared.table()]
 

@@ -348,8 +348,8 @@ class Driver:
     ) -> tuple[Any, Any]:
         """Plan the following steps again; restore the previous state on failure.
 
-        With an algorithm and slots chosen, be they ``None``, the plan has the form of the first
-        engine; else it is the one that training makes. Return it, and its result.
+        With an algorithm and slots chosen, even if both are ``None``, the plan has the form of the
+        first engine; else it is the one that training makes. Return it, and its result.
         """
         settings, context = self.settings, self.context
         engine, refusals = self.engines[0], dict(context.refusals)
@@ -431,7 +431,7 @@ class Driver:
             self._is_crowded = True
         self.context.is_stepping = True
         try:
-            # No variable: the frame may live on in the traceback of an error that is kept.
+            # The call is in no variable: a kept error's traceback may keep this frame alive.
             return self._attempts.run(self, self._caches.applied(call), self._step)
         finally:
             self.context.is_stepping = False
@@ -447,7 +447,7 @@ class Driver:
         if plan is None:
             return self.plain(call)
         if plan is not self.context.latest and plan.key in self.context.plans:
-            # The order of the plans is that of their last use.
+            # Plans are kept in the order of their last use.
             self.context.plans[plan.key] = self.context.plans.pop(plan.key)
         self.context.latest, self.context.latest_key = plan, plan.key
         self._announcer.log_plan(plan)
@@ -584,7 +584,7 @@ class Driver:
             "a forward began while the backward of an earlier one was still to come: each "
             f"keeps its own limit's worth of memory, {exact_bytes(limit_bytes)}",
         )
-        # The needs of several steps at once do not describe one.
+        # A meter of several steps at once tells nothing about one of them.
         self._is_crowded = True
 
 

@@ -1,4 +1,4 @@
-"""Kinds of steps that a model has plans for: those that were unused for longest are dropped."""
+"""Kinds of steps that a model has plans for: the longest unused ones are dropped."""
 
 from __future__ import annotations
 

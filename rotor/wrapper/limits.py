@@ -1,4 +1,4 @@
-"""Limit of a model's steps: the given one, or the room on the device, less what is to come."""
+"""Limit of a model's steps: the given one, or the room on the device less future needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice of what observes a planned step: a meter, or something cheaper."""
+"""Choice of the observer of a planned step: a meter, or something cheaper."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _meter(engine: Engine, plan: Any) -> StepMeter | None:
         existing, passed = context.gradients, passing(engine, plan)
         return StepMeter(plan.device, done, existing, plan.reserving, lost, passed)
     except allocator.OtherThreadError:
-        return None  # A later step is metered.
+        return None  # A later step is metered instead.
     except allocator.MeterBusyError as error:
         context.warn("busy", f"this step's memory was not measured: {error}")
         return None

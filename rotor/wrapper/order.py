@@ -1,4 +1,4 @@
-"""Order in which the engines of a model are asked, and what each has refused."""
+"""Order in which the engines of a model are asked, and the kinds of steps that each has refused."""
 
 from __future__ import annotations
 

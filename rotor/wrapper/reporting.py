@@ -20,7 +20,7 @@ __all__ = ["ReportingModule"]
 
 
 class ReportingModule(TransparentModule):
-    """Wrapper that tells what is planned, as figures, text, page and drawing."""
+    """Wrapper that shows its plan as figures, text, page and drawing."""
 
     _driver: Driver
 

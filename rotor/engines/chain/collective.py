@@ -46,9 +46,9 @@ class ShardedMeasuring(Measuring):
     """Measuring of the stages of a sharded model, on every rank at once."""
 
     run_class = ShardedRun
-    # A thread of gloo frees blocks at another time now and then: the middle figures are right.
+    # A thread of gloo frees blocks late in some rounds: the medians are right.
     metered_rounds = 3
-    # Ranks meet in every round: none may have fewer than another.
+    # Every round runs collectives: all ranks need equally many rounds.
     shares_times = False
     # FSDP2 fills and frees parameters as stages run.
     sees_writes = False

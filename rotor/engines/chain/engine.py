@@ -274,7 +274,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             if not s.repeats
         ]
         if self._sharding is not None:
-            # All ranks go on, or none does.
+            # Either all ranks go on, or none does.
             found = self._sharding.ranks.exchange((reason, varying))
             reason = next((other for other, _ in found if other), "")
             varying = list(dict.fromkeys(name for _, names in found for name in names))
@@ -531,7 +531,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if not plan.schedule.recomputed:
             return None
         sharding = self._sharding
-        # Ranks compare in the same steps.
+        # All ranks have to compare in the same steps.
         is_due = plan.proved.is_due(self.settings.verify if sharding is None else plan.verify)
         plan.proved.ran += 1
         if not is_due:
@@ -555,7 +555,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return StepProof(stages, proved, self.context.module.parameters(), room_bytes, failed)
 
     def _forget_chains(self, refuted: Plan) -> None:
-        """Have every plan of the same measure renewed."""
+        """Renew every plan of the measure of a refuted plan."""
         self._loaded.clear()
         for plan in self.context.plans.values():
             # An nn.Sequential may have plans of other engines too.

@@ -2,7 +2,7 @@
 
 Bytes and times of a stage grow with a size of its input about as a polynomial with positive
 coefficients, so that the straight line between two measured sizes lies above them in between.
-Temporaries have some room beside that, for the kernels of some sizes need more than others.
+Temporaries get some room in addition, since kernels need more at some sizes than at others.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class Measuring:
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
         """Run B of stage i; return the gradients of its parameters."""
-        # FSDP2 leaves what it has reduced in the parameters.
+        # FSDP2 leaves reduced gradients in the parameters, where the caller takes them.
         aside = gradients_aside(self.run.parameters[i]) if self.sees_writes else nullcontext()
         with autocast_off(self.device.type), aside:
             return self.run.back(i, True, [True] * len(self.run.parameters[i]))
@@ -426,7 +426,7 @@ def measure(
     device = tensors[0].device
     check_idle(device)
     if device.type != "cpu":
-        gc.collect()  # Counters of the device would take what is freed later for a stage's.
+        gc.collect()  # Garbage that is freed later would falsify the figures of a stage.
     stages = _with_shared_casts(stages, device)
     roots = [root for stage in stages for root in named(stage)]
     if loss_fn is not None:

@@ -330,7 +330,7 @@ class Observer:
         _, second, y = self._run(stage, x, flags, i, None)
         found.repeats = _as_numbers(first[0]) == _as_numbers(second[0])
         if stage.on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
-            # Kernels save workspaces with bytes that are never read: gradients decide.
+            # Kernels save workspaces with bytes that are never read: only gradients can tell.
             found.repeats &= self._same_gradients(stage, x, flags, watch, states)
         found.reaches = watch.reaches
         for parameter in stage.graph_leaves():
@@ -347,7 +347,7 @@ class Observer:
         return _as_numbers([_digest(tensor) for tensor in tree_tensors(y)])
 
     def _inputs(self, x: Any, flags: Flags) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
-        """Return an input of a stage, what of it requires gradients, and the leaves of these."""
+        """Return a stage's input, its tensors that require gradients, and the leaves of these."""
         source = torch.zeros((), requires_grad=True)
         y, wanted = as_inputs(x, flags, source, self._leaves)
         return y, wanted, [source, *[tensor for tensor in wanted if tensor.is_leaf]]

@@ -124,9 +124,9 @@ def executor_bytes(
     kept = scalar_bytes(inspection.device.type)
     kept += sum(m.buffer_bytes for m in recomputed)
     if recomputed:
-        # Hooks and attributes hold them when the stage that left them has been dropped.
+        # Hooks and attributes hold what a stage has left when its graph has been dropped.
         kept += sum(m.left_bytes for m, _ in measures)
-    # The last run of a stage takes the copy itself, an earlier one a copy of the copy.
+    # The last run of a stage uses up the copy itself, an earlier run a copy of the copy.
     kept += max((m.buffer_bytes for m, count in measures if count > 2), default=0)
     if rng:
         kept += generator_bytes(inspection.device.type, sum(m.uses_rng for m in recomputed))

@@ -118,11 +118,11 @@ class PublishedChain:
     # -- schedules by their published names
 
     def compute_min_sequence(self) -> Sequence:
-        """Run every stage again from the input on: `RecomputeAll`, within what the device has."""
+        """Run every stage again from the input on: `RecomputeAll`, in the device's free memory."""
         return self._within_free_memory(RecomputeAll())
 
     def compute_pytorch_sequence(self) -> Sequence:
-        """Run nothing again: `NoCheckpoint`, within what the device has."""
+        """Run nothing again: `NoCheckpoint`, in the device's free memory."""
         return self._within_free_memory(NoCheckpoint())
 
     def compute_seq_sequence(self, segments: int | None = None) -> Sequence:

@@ -527,7 +527,8 @@ class CheckpointOptim(Function):
             names = [str(i) for i in range(len(functions))]
         stages = [Stage([name], [f]) for name, f in zip(names, functions, strict=True)]
         sequence = list(sequence)
-        # The caller runs what Sequence.without_suffix left out: the loss has the first such stage.
+        # The caller runs the stages that Sequence.without_suffix left out. The number of the first
+        # of them is that of the loss.
         stages = stages[: _last(sequence, len(stages))]
         schedule = Schedule(sequence, len(stages), plain_tail=False)
         ctx.is_one = isinstance(arg, torch.Tensor)

@@ -162,7 +162,7 @@ class _Segment:
         apart = dict[int, torch.Tensor]()
         with torch.enable_grad():
             inner = apart_of((tensors, [way[:-1] for way in ways]), apart, False)
-            # What arrives at an output from outside is added last, as in the whole graph.
+            # Gradients that arrive from outside are added last, as in the whole graph.
             outputs = [t.view_as(t) if t.requires_grad else t for t in self._again(inner[0])]
             sources = [apart.get(id(t), t) for t in (*tensors, *self.parameters)]
             asked = {

@@ -92,7 +92,9 @@ class ShardedStage(Stage):
         )
 
     def reshard(self) -> None:
-        """Release the parameters that a recomputation gathered, if the forward would have."""
+        """Release the parameters that a recomputation gathered, if the forward would have released
+        them.
+        """
         for unit in self.units:
             if unit.reshards_after_forward:
                 unit.reshard()
@@ -249,9 +251,9 @@ class Sharding:
     def collective_bytes(self, stages: Sequence[Stage], device: torch.device) -> int:
         """Return the bytes of collectives that persist between operations: parameters, buffers.
 
-        Parameters of stages that are not released after the forward; parameters of the model
-        itself; and if the units have a root in common, which lets collectives of one stage overlap
-        with the next, one block or more that are gathered ahead, and that are being reduced.
+        These are parameters of stages that are not released after the forward, and parameters of
+        the model itself. If the units have a root in common, collectives of one stage overlap with
+        the next, and one block or more that are gathered ahead, or are being reduced, count too.
         Replicas of shards keep what they reduce to the end of the backward.
         """
         inside = [unit for stage in stages for unit in getattr(stage, "units", ())]
@@ -272,7 +274,7 @@ class Sharding:
 
     @property
     def all_reduced_bytes(self) -> int:
-        """Bytes of what replicas of shards have reduced, kept to the end of a backward."""
+        """Bytes that replicas of shards have reduced, kept to the end of a backward."""
         return sum(unit.all_reduced_bytes for unit in self.units)
 
     def deferred_free_bytes(self, device: torch.device) -> int:

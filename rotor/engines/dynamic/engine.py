@@ -139,7 +139,7 @@ class DynamicEngine(Engine):
         """Raise InfeasibleError if a step does not fit in the limit."""
         cancel_running()
         plan = self._by_device[self.device_of(key)]
-        # A step undoes its own writes to tensors.
+        # A step undoes its own writes to tensors: the trial need not guard them.
         given = (call.args, call.kwargs, call.targets)
         with trial(self.context.module, given, plan.device, is_guarded=False) as made:
             self._try(plan, Call(*made.arguments))
@@ -232,7 +232,7 @@ class DynamicEngine(Engine):
         if over <= 0:
             return
         passed = bool(plan.latest) and plan.last.stats.overflows > 0
-        # The costs of guesses about the loss and operators are known now.
+        # Guessed needs of the loss and of operators are known now, and need no reserve.
         if knew_loss and not plan.unknown and not passed:
             explained = max((plan.loss_bytes or 0) - loss, plan.held_bytes - held, 0)
             plan.reserve_bytes += max(over - explained, 0)

@@ -180,7 +180,7 @@ class BudgetedStep:
                 everything = [id(t) for t in (*output_tensors(output), *self._attributes())]
                 if all(key in everything for key in unique):
                     self._rerun, self._theirs = rerun, asked
-                    # No closure over the step: a cycle would free it too late.
+                    # A closure over the step would make a cycle, and free the step too late.
                     self._call = call
                     self._places_of_results = [everything.index(key) for key in unique]
             results = _Node.apply(self, *asked)
@@ -317,16 +317,16 @@ class BudgetedStep:
         asked = [leaf for leaf, need in zip(self._asked, needed, strict=True) if need]
         if not asked or not roots:
             return [None] * len(needed)
-        # The memory of batched gradients is seen in operators only.
+        # Only operators see the memory of batched gradients.
         is_batched = dispatch.in_batched_backward()
         if self._backward_began is not None:
-            # Gradients of what is kept elsewhere are known once a step is metered.
+            # The gradients of values kept elsewhere are known only after a metered step.
             known = () if is_batched else gradients[: self._output_count]
             self.gradient_bytes = allocator.storage_bytes(g for g in known if g is not None)
             self._backward_began(self)
             self._backward_began = None
         elif not is_batched:
-            # Those of the first backward were known, and are gone.
+            # The gradients of the first backward were counted, and are gone.
             self.session.count(gradients)
         self._phase = "backward"
         keeps = core.keeps_graph()

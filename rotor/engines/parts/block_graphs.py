@@ -163,7 +163,7 @@ class GraphCalls:
             try:
                 kind = self._captures.kind_of(stage.name, module, signature, args, kwargs)
             except Exception as error:
-                # Other ranks wait for this one: the block can still run without a graph.
+                # An error would leave the other ranks waiting: the block runs without a graph.
                 logger.warning("block %s was not captured: %s", stage.name, error)
                 return f"{type(error).__name__}: {error}"
         return kind if isinstance(kind, str) else BlockGraph(kind, signature)
@@ -182,7 +182,7 @@ def _obstacle(stage: BlockStage) -> str | None:
 def share_graphs(
     ranks: Ranks, graphs: Sequence[BlockGraph | None]
 ) -> list[tuple[BlockGraph | None, str]]:
-    """Return for each block its graph, or the reason for which it is given up.
+    """Return for each block its graph, or ``None`` and the reason for giving its graph up.
 
     The graphs agree on all ranks, and have the programs of the first rank. This is a collective
     operation; ``None`` stands for a block without a graph.

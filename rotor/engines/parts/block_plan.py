@@ -291,7 +291,7 @@ def measure_blocks(
     with apart(model, sharding, arguments) as own:
         calls = Calls(model, stages, own)
         calls.run(lambda: call(own))
-    # State found for other inputs stays with the plans for these inputs.
+    # New stages: the state that was found for other inputs belongs to the plans for those.
     by_module = {s.module: BlockStage(s.name, s.module, sharding) for s in stages}
     blocks = [
         Block(by_module[module], flags)
@@ -390,7 +390,7 @@ def _priced(
     has_loss: bool,
     outside: dict[str, str],
 ) -> Blocks:
-    # A thread of gloo frees blocks at another time now and then: the middle figures are right.
+    # A thread of gloo frees blocks late in some rounds: the medians are right.
     columns = zip(*(r.segments for r in rounds), strict=True)
     segments = {
         column[0].name: (
@@ -510,7 +510,7 @@ def make_blocks_plan(
     limit, reserve = ranks.joint_limit(limit_bytes, reserve_bytes)
     options, most = blocks.options(), blocks.tier_limit_bytes
     least = least_bytes(options, blocks.bases, most) + reserve
-    # An assumption forbids no step: the real need of the loss is known after the first one.
+    # An assumed loss forbids no step: its real need is known after the first step.
     bases = blocks.with_assumed_loss(loss_tmp_bytes).bases
     assumed = least_bytes(options, bases, most) + reserve
 

@@ -67,7 +67,7 @@ class Captures:
             try:
                 found = capture.reach(module, args, kwargs)
             except CaptureError as error:
-                # A capture that others share may have been made for too many values.
+                # The capture may be one that others share, for too many values already.
                 reason = str(error)
                 release(error)
                 continue
@@ -126,7 +126,7 @@ class Captures:
         return [(place, kind) for place, kind in self.kinds.items() if kind.shape is not None]
 
     def search(self, kinds: Iterable[Kind]) -> None:
-        """Search at their own shape for programs of kinds that have those of another."""
+        """Search for programs at their own shape, for kinds that have programs of another shape."""
         for kind in dict.fromkeys(kinds):
             if kind.is_carried:
                 kind.find_programs(self._options, again=True)

@@ -46,10 +46,10 @@ __all__ = [
 ]
 
 _POINTS = 8
-"""Schedules of a chain for each size of what runs between its forward and its backward."""
+"""Schedules of a chain for each size of a loss that is tried."""
 
 _LITTLE = 4
-"""Divisor of what a stage keeps: where less than this part was captured, it is not captured."""
+"""Divisor of a stage's kept bytes: if no more than this part was captured, it runs in a chain."""
 
 IntArray = npt.NDArray[Any]
 
@@ -153,7 +153,7 @@ class Unsaved:
         def bytes_beside(value: Mapping[int, int], stages: Sequence[set[int]]) -> int:
             return sum(value[storage] for storage in value.keys() - set().union(*stages))
 
-        # A storage that has passed through unsaved counts for the first value that has it.
+        # A storage that several values share counts for the first of them.
         first = [
             {s: size for s, size in value.items() if not any(s in other for other in values[:i])}
             for i, value in enumerate(values)
@@ -316,7 +316,8 @@ class ChainKind:
         peaks[loss] -= output
         device = inspection.device
         own = executor_bytes(inspection, schedule.runs) - scalar_bytes(device.type)
-        # While a stage runs again, there is the current random state too; Fn counts its own.
+        # While a stage runs again, the current random state is held too, except in Fn, whose
+        # temporaries include it.
         again = [m.uses_rng for i, m in enumerate(inspection.measures) if schedule.runs[i] > 1]
         held = own - (GENERATOR_BYTES if generator_bytes(device.type, sum(again)) else 0)
         given = self.unsaved.by_any[0] if schedule.tail else 0
@@ -340,7 +341,7 @@ class ChainKind:
             sizes[i] = (self.unsaved.by_later if is_gone else self.unsaved.by_any)[i]
         sums = np.concatenate([[0], np.cumsum(sizes)])
         stages = codes[:, 1]
-        # The input of a stage that runs is there, and gone in its backward.
+        # The input of a stage exists while it runs forward, and is gone in its backward.
         plain = np.where(codes[:, 0] == BACKWARD, sums[stages + 1], sums[stages])
         is_first = np.arange(len(codes)) <= loss
         return np.where((stages >= tail) & (is_first | (codes[:, 0] == BACKWARD)), plain, 0)
@@ -373,7 +374,7 @@ class ChainKind:
         return bool(self.schedules[number].recomputed)
 
     def treatment(self, number: int) -> str:
-        """Return what a schedule does, as text."""
+        """Return a schedule's treatment of the stages, as text."""
         again, count = len(self.schedules[number].recomputed), self.end - self.begin
         if not again:
             return "kept"

@@ -93,7 +93,7 @@ class PartsEngine(MeteredEngine):
         return None
 
     def announce(self, pieces: Pieces, reason: str) -> None:
-        """Note what to say when the parts have run a step."""
+        """Note the text of the warning that the model runs in parts."""
         self._told = f"{pieces.describe()} The reason:\n{reason}"
 
     def warn_of_fallback(self, reason: str) -> None:

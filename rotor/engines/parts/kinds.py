@@ -290,7 +290,7 @@ class Kind:
         runs = program.runs
         random = [k for k, task in enumerate(self.lowered.tasks) if task.random and runs[k] > 1]
         own = generator_bytes(self.device.type, len(random))
-        # While a draw is replayed, there is the current state too.
+        # While an operation draws its random numbers again, the current state is held too.
         held = own - GENERATOR_BYTES if own else 0
         is_early = any(numbers[:boundary].count(k) > 1 for k in random)
         actions = actions_of(self.lowered, numbers)

@@ -50,7 +50,7 @@ def search_levels(
     unplanned = Program(free, range(len(free)))
     found = [unplanned]
     loss = lowered.loss
-    # With a loss this large its moment is the peak: the budget is for the kept memory.
+    # With a loss this large the peak is at the loss, and the budget limits the kept memory.
     huge = sum(s.bytes for s in free.storages) + max(op.workspace_bytes for op in free.operations)
     handed = sum(
         free.storages[s].bytes

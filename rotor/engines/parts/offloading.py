@@ -1,8 +1,8 @@
 """Second tier of a model's parts: one area for each step, in which every part has its places.
 
-A part has its own clocks: its transfers begin with an idle link, and are over when its backward is.
-What a part writes in its forward may come back in its backward, and lies in the tier meanwhile, as
-what all other parts have written does: places of different parts do not overlap.
+The transfers of a part begin with an idle link, and are over when its backward is. Values that a
+part writes in its forward may be read back in its backward only, and stay in the tier until then,
+together with those of all other parts: places of different parts do not overlap.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PartsTier:
         return self.offload.link != self._link
 
     def accept(self) -> None:
-        """Go on with this plan at the latest speed, for which none was found."""
+        """Continue with this plan at the latest speed, for which no plan was found."""
         self._link = self.offload.link
 
 

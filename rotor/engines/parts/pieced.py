@@ -51,7 +51,7 @@ def make_pieces_plan(
     alone = without_bases(pieces.bases)
     least_alone = least_bytes(options, alone, most)
     if max(least_alone, least_bytes(options, pieces.bases, most)) > limit_bytes:
-        # Programs of another shape may keep more than need be.
+        # Programs of another shape may keep more than this shape needs.
         pieces.captures.search(pieces.kinds)
         options = pieces.options()
         least_alone = least_bytes(options, alone, most)

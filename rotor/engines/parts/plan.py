@@ -171,7 +171,7 @@ class PartsPlan(Metered, Generic[P]):
         return Verdict.REPLAN if found is Verdict.KEEP and is_other else found
 
     def kept(self, plan: PartsPlan[P]) -> PartsPlan[P]:
-        """Return the plan after this one, which may be this one where no other was found."""
+        """Return the plan after this one; this one again where no other was found."""
         if plan is self and self.tier is not None:
             self.tier.accept()
         return plan
