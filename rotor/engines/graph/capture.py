@@ -363,7 +363,7 @@ class Capture:
             warm_up_scripts(captured.lowered, args)
             raise Unplanned(captured, list(args))
         self.ran = captured
-        # Checks that come in order have inputs beside the model's: then there is no way around.
+        # Checks that come in order add inputs to the model's: such a call does not run again.
         if self.leaves is not None and len(args) == len(captured.lowered.gradients):
             leaves = [*compress(args, captured.are_differentiable)]
             original = getattr(emitted, "original", None)
@@ -471,7 +471,7 @@ class Capture:
         mode = core.fake_mode_of(lowered.primals + lowered.tangents)
         self._modes.append(mode)
         with mode:
-            # With memory of its own, PyTorch lets no backward keep the graph.
+            # If the token had memory of its own, PyTorch would let no backward keep the graph.
             inputs = [node.meta.get("val") for node in lowered.primals]
             token.meta["val"] = next(
                 (t.as_strided((0,), (1,)) for t in inputs if isinstance(t, torch.Tensor)),
@@ -488,7 +488,7 @@ class Capture:
         self.graphs.append(
             Captured(lowered, saved=len(saved), tokens=len(tokens), guarded=_of_arguments(names))
         )
-        # PyTorch asks for a backward when it first comes, maybe after another capture.
+        # PyTorch compiles a backward when it is first needed, maybe after another capture.
         forward.meta[_GRAPH] = backward.meta[_GRAPH] = self.graphs[-1]
         return forward, backward
 
@@ -504,7 +504,7 @@ _FOR_DEVELOPERS = (
 
 
 def _refusal(error: BaseException | None) -> CaptureError | None:
-    """Return our own error for which dynamo raised one, if there is one."""
+    """Return our own error that led to an error of dynamo's; None without one."""
     while error is not None and not isinstance(error, CaptureError):
         inner = getattr(error, "inner_exception", None) or error.__cause__
         error = inner or error.__context__

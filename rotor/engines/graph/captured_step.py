@@ -170,7 +170,7 @@ class CapturedStep:
 
     @property
     def solver(self) -> Callable[..., Program] | None:
-        """Search for its programs, called as `rotor.engines.graph.pricing.search`, if not that."""
+        """Search for its programs, called as `pricing.search`; None to call that function."""
         return None
 
     def adopt(self, plan: Any) -> None:

@@ -316,7 +316,7 @@ class _Deliver(Function):
         ctx.group = group
         ctx.owners = [tensor for tensor in given if delivery.is_proved and tensor.is_leaf]
         ctx.set_materialize_grads(False)
-        # Captured calls look at types.
+        # Captured calls check that the types of tensors are as in the capture.
         return tuple(
             [
                 nn.Parameter(tensor.detach()) if type(tensor) is nn.Parameter else tensor.detach()

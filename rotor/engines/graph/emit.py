@@ -174,7 +174,7 @@ class _Writer:
     def call(self, node: fx.Node) -> str:
         arguments = [self.argument(value) for value in node.args]
         if node.target is of_sizes:
-            # Tuples of expressions, which read the symbols.
+            # Sizes and strides are written as tuples of expressions of the symbols.
             arguments[:2] = [f"({', '.join(sizes)},)" for sizes in node.args[:2]]  # type: ignore
         arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
         # Real strides may differ from the captured ones; then a view has to be a copy.

@@ -81,7 +81,7 @@ class Fits:
         one = mean_time - np.minimum(mean_time, _LAUNCH_NS)
         is_spread = spread > 1e-6 * total * mean_work**2
         slope = np.where(is_spread, product / np.maximum(spread, 1e-300), one / mean_work)
-        # Neither an amount of work nor its absence takes less than no time.
+        # Neither the slope nor the time without any work is negative.
         slope = np.clip(slope, 0, mean_time / mean_work)
         found: Numbers = np.maximum(mean_time + slope * (work - mean_work), 0).astype(np.int64)
         return found

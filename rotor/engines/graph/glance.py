@@ -207,7 +207,7 @@ def _seen(
 def _run(
     runs: _Runs, task: Task, device: torch.device, proves: bool
 ) -> tuple[str, int, list[int], int]:
-    """Run an operation once or twice; return what `_seen` does."""
+    """Run an operation once or twice; return its name in the meter, time, sizes and flags."""
     flags = UNTESTED
     if not proves or not _is_plain(task, device):
         flags = tested(task, runs, device)
@@ -308,7 +308,10 @@ class Refinement:
 
 
 def _made_up_bytes(node: fx.Node, primals: Mapping[fx.Node, Any], depth: int = 1) -> int:
-    """Return the bytes of an operation's arguments, and those of makers of whole numbers."""
+    """Return the bytes of an operation's arguments.
+
+    Arguments of whole numbers are computed by their operation, whose own arguments count too.
+    """
     total = 0
     for source in node.all_input_nodes:
         if source in primals:

@@ -403,7 +403,7 @@ class Improver:
         old = search.plan
         own = old.step.bytes_beside(program, old.limit_bytes)
         if program.peak_bytes + own + old.reserve_bytes > old.limit_bytes:
-            # The next round leaves room for its random states.
+            # The next search leaves so many bytes beside its program.
             search.own_bytes = own
             return
         missing = old.step.tier_excess(program)

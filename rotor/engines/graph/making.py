@@ -68,7 +68,7 @@ def make_graph_plan(
             if between is not None:
                 best, own = between, failed
                 break
-            # Under any recomputation in the program of that peak, its random states fit then.
+            # The random states fit then too, whatever the program of that peak recomputes.
             least = error.minimum_bytes + reserve_bytes
             least += max(step.most_executor_bytes(max(limit_bytes, least)), own)
             bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes

@@ -75,7 +75,7 @@ def recompute_marked(
         is_marked = _mark(node) == _RECOMPUTED and not is_fixed(node)
         if is_marked or (is_view(node) and again.intersection(node.all_input_nodes)):
             again.add(node)
-    # A copy stands before the first node that reads it, and copies are made from the last one on.
+    # A copy stands before the first node that reads it; places are found from the last copy on.
     places: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if node not in forward:

@@ -36,7 +36,7 @@ _READ_ANY_LAYOUT = ("aten", "prims", "rotor_capture", "rotor_cudnn", "rotor_loop
 
 
 def in_order(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that runs a node, with what it reads in order if need be."""
+    """Return the function that runs a node, and makes gradients contiguous first where needed."""
     if node.target in READERS:
         position, like = READERS[node.target]
         return _ordered(target, [position], like)

@@ -150,7 +150,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # An exception in a backward would be a warning too.
+        # PyTorch also warns of exceptions in a backward: doubts are noted instead.
         number = ctx.number
         family = FAMILIES[number]
         region = family.first
@@ -211,7 +211,7 @@ def family_of(template: regions.Template, values: list[Any], decompositions: Any
     layouts = tuple(tuple(node.meta["val"].stride()) for node in first.tangents)
     family = Family(template, values, first, {layouts: first})
     if not all(node.meta["val"].is_contiguous() for node in first.tangents):
-        # Gradients are contiguous as a rule, whatever the outputs are.
+        # Gradients are mostly contiguous, also where the outputs are not.
         shapes = [node.meta["val"].shape for node in first.tangents]
         family.wanted.add(tuple(torch.empty(shape, device="meta").stride() for shape in shapes))
         family.learn(decompositions)
