@@ -458,10 +458,7 @@ _REQUIRED = (
 
 
 def check(required: Iterable[str] = _REQUIRED) -> None:
-    """Raise ImportError if a private name that rotor needs is missing.
-
-    The message lists the missing names, and the PyTorch versions that work.
-    """
+    """Raise ImportError if a private name that rotor needs is missing."""
     missing = []
     for name in required:
         try:

@@ -66,10 +66,7 @@ class Generator(Protocol):
 
 
 class _ModuleGenerator:
-    """Default generator of a device whose module has functions for its state only.
-
-    `arguments` holds the device, if these functions take one.
-    """
+    """Default generator of a device whose module has functions for its state only."""
 
     def __init__(self, module: Any, arguments: tuple[Any, ...]) -> None:
         self._module, self._arguments = module, arguments

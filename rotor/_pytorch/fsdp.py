@@ -293,10 +293,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def units() -> list[Unit]:
-    """Return all units of this process.
-
-    Raises ImportError, as `check` does, if private names are missing.
-    """
+    """Return all units of this process; raise ImportError as `check` does."""
     check()
     mapping = attrgetter("distributed._composable_state._module_state_mapping")(torch)
     found: dict[int, Unit] = {}

@@ -59,7 +59,6 @@ class Events:
     ns: Column
     """Times in nanoseconds, int64 [k]."""
     marks: tuple[Mark, ...] = ()
-    """Marks in order of time."""
     total_bytes: Column | None = None
     """Totals of all threads from an unknown level, int64 [k]; ``None`` if only one was watched."""
 

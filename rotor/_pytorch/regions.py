@@ -105,7 +105,6 @@ class Tracing:
     refused: set[Any] = field(default_factory=set)
     is_inside: bool = False
     traced: bool = False
-    """True if any call was traced."""
     reasons: list[str] = field(default_factory=list)
     """Reasons for which calls were traced one by one."""
     numbers: Iterator[int] = field(default_factory=itertools.count)

@@ -171,7 +171,6 @@ class _Call(NamedTuple):
     leaves: list[Any]
     """Arguments with ``torch.Tensor`` in place of tensors."""
     form: Any
-    """Structure of the arguments."""
     wants: list[bool]
     """True for each tensor, of the arguments and then of the script, that requires a gradient."""
     dtypes: dict[str, torch.dtype]

@@ -53,10 +53,7 @@ def parse_argument(text: str) -> tuple[str, Any]:
 
 
 def check_model(arguments: argparse.Namespace) -> None:
-    """Raise ValueError if an option of a command on a model is wrong, as far as text tells.
-
-    It is if a file is missing, or a name, shape or number cannot be read.
-    """
+    """Raise ValueError if an option of a command on a model is wrong, as far as text tells."""
     for text in arguments.arg:
         parse_argument(text)
     for text in arguments.input:

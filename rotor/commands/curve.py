@@ -163,7 +163,6 @@ class CurveFacts:
     """Facts that a table of a curve shows beside its points."""
 
     limit_bytes: int | None = None
-    """Limit of the user."""
     plain_bytes: int | None = None
     """Peak of a plain step; ``None`` if unknown."""
     plain_seconds: float | None = None
@@ -176,7 +175,6 @@ class CurveFacts:
     engine: str | None = None
     """Form in which training plans a step within the limit; ``None`` without such a plan."""
     predicted_bytes: int | None = None
-    """Peak of that step."""
 
     def note_plan(self, model: Checkpointable, effort: str) -> None:
         """Plan a step of a model within the limit as training does."""

@@ -70,10 +70,7 @@ def targets_of(given: Any) -> tuple[Any, ...] | None:
 def flattened_call(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...] | None
 ) -> tuple[list[Any], str]:
-    """Return the leaves of a call's arguments, and their structure as text.
-
-    `targets` are the arguments of the loss; ``None`` without a loss.
-    """
+    """Return the leaves of the arguments of a model and its loss, and their structure as text."""
     leaves = [*args, *kwargs.values(), *(targets or ())]
     if _PLAIN_LEAVES.issuperset(map(type, leaves)) and type(args) is tuple:
         count = -1 if targets is None else len(targets)

@@ -293,7 +293,6 @@ class Proved:
     """Results of the verified steps of one plan."""
 
     ran: int = 0
-    """Steps that ran under the plan."""
     steps: int = 0
     """Steps in which every recomputed value was compared and equal."""
     values: int = 0

@@ -20,10 +20,7 @@ _OUTER = ("_GLOBAL", "_GLOBALS", "_NAME")
 
 
 def hook_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
-    """Yield the places to which forward hooks of modules may write tensors.
-
-    Attributes of the modules themselves are left out.
-    """
+    """Yield places outside of the modules to which their forward hooks may write tensors."""
     seen: set[int] = set()
     for module in modules:
         for hook in core.forward_hooks(module):

@@ -26,10 +26,7 @@ _ROOT = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
 
 def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
-    """Raise RuntimeError if FSDP swaps parameters of the model while it runs.
-
-    `planned_as` is the form of plan that was asked for, for the message.
-    """
+    """Raise RuntimeError if FSDP swaps parameters of the model while it runs."""
     if not fsdp.is_loaded():
         return
     modules = dict(model.named_modules())

@@ -25,10 +25,7 @@ def _present() -> tuple[Any, ...]:
 
 
 class Modes:
-    """Modes at construction; a context around a recomputation that sets them again.
-
-    Autocast counts on the CPU and on devices of the given type.
-    """
+    """Modes at construction; a context around a recomputation that sets them again."""
 
     __slots__ = ("_autocast", "_modes", "_stack")
 

@@ -11,10 +11,7 @@ __all__ = ["WithoutCounterpart", "warn_of_ignored"]
 
 
 class WithoutCounterpart:
-    """Published class that rotor has no counterpart of.
-
-    It takes any arguments and always raises NotImplementedError, which says what to use instead.
-    """
+    """Published class that rotor has no counterpart of: making one raises NotImplementedError."""
 
     instead: ClassVar[str]
 

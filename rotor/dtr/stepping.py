@@ -97,10 +97,7 @@ class StepSession(Session):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch operators while the context lasts.
-
-        Raises RuntimeError if a budget is active already: budgets do not nest.
-        """
+        """Watch operators while the context lasts; RuntimeError if a budget is active already."""
         with running(self):
             yield
 
@@ -197,10 +194,7 @@ class StepSession(Session):
 
 
 def learn_needs(unknown: Unknown, segments: Iterable[Segment]) -> None:
-    """Record the needs of operators that a meter measured.
-
-    `unknown` comes from `StepSession.mark_unknown`; segments that it does not name are ignored.
-    """
+    """Record the needs of operators from `StepSession.mark_unknown` that a meter measured."""
     for before, after in pairwise(segments):
         if before.name != _READY or not after.name.startswith(_RAN):
             continue

@@ -197,8 +197,5 @@ def open_log(path: str, digest: str) -> Log:
 
 
 def read_results(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """Return the fields of a ``data/<name>.json``, without its header.
-
-    Raises ValueError if the file is not JSON, or of another experiment or version.
-    """
+    """Return the fields of a ``data/<name>.json``, without its header."""
     return check_header(read_json(path), f"rotor.experiment.{name}", VERSION)

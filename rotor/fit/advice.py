@@ -29,11 +29,9 @@ class Advice:
     """Cost of limits for a step, and of one limit."""
 
     curve: Curve
-    """Step time against memory."""
     plain_bytes: int
     """Need of a step without recomputation."""
     limit_bytes: int
-    """Limit of the advice."""
     slowdown: float | None
     """Time of a step within that limit, divided by that of the fastest; ``None``: nothing fits."""
     engine: str | None = None

@@ -33,7 +33,6 @@ class LengthCost:
 
     length: int
     fits: bool
-    """True if a step runs within the limit."""
     least_bytes: int | None
     """Least limit for which a plan was found; ``None`` without a single plan."""
     measured_bytes: int | None
@@ -54,7 +53,6 @@ class LengthsCost:
     lengths: Mapping[int, int]
     """Number of times that each length comes."""
     rows: tuple[LengthCost, ...]
-    """Lengths that ran, ascending."""
 
     @property
     def fitting_share(self) -> float:

@@ -43,7 +43,6 @@ class RanStep:
 
     limit_bytes: int
     fits: bool
-    """True if the step ran within the limit."""
     measured_bytes: int | None = None
     """Peak above the level at its start; ``None`` if it did not run to its end."""
     seconds: float | None = None

@@ -66,7 +66,6 @@ class Option:
     time_ns: int
     """Forward and backward, recomputation and waits for a second tier included."""
     tier_bytes: int = 0
-    """Bytes of its place in the second tier."""
     link_ns: int = 0
     """Time of its transfers to the tier and back, most of them beside the computation."""
 

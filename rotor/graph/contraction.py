@@ -180,10 +180,7 @@ def _common(paths: Iterable[str]) -> str:
 
 
 def forward_part(graph: Graph) -> Graph:
-    """Return the operations of the forward, and their storages.
-
-    Raises ValueError if the graph has no forward.
-    """
+    """Return the operations of the forward, and their storages; ValueError if there are none."""
     chosen = [op for op in graph.operations if op.phase == "forward"]
     kept = sorted(s for op in chosen for s in op.outputs)
     renamed = {s: number for number, s in enumerate(kept)}

@@ -33,7 +33,6 @@ class Transfers:
     waits_ns: list[int] = field(default_factory=list)
     """Time that each run waits for the tier before it, the waits of finished offloads included."""
     end_ns: int = 0
-    """End of the step."""
 
 
 def transfers_of(program: Program, least_ns: int = 0) -> Transfers:

@@ -47,7 +47,6 @@ class Levels:
     """Bytes allocated along the events of a meter, above the level at its start."""
 
     events: Events
-    """Events up to the end."""
     after: Column
     """Level after each allocation and release, int64 [k]."""
     at_marks: list[int]

@@ -26,7 +26,6 @@ class StepBytes:
     """Peaks of one step, bytes above the level at which its forward began."""
 
     peak_bytes: int
-    """Peak of the whole step."""
     loss_bytes: int
     """Peak from the end of the forward to the arrival of the output's gradient, above the level at
     its start: the loss, and the gradient. Old gradients that the caller released in between, as
@@ -109,7 +108,6 @@ class Metered:
     most_bytes_seen: int = 0
     """Largest need of a metered or watched step; 0 before one."""
     unmetered: int = 0
-    """Steps that ran unmetered."""
     differs: bool = field(default=False, repr=False)
     """True if a difference was seen: the next step is metered."""
     warned_bytes: int = 0
@@ -123,7 +121,6 @@ class Metered:
     measured_timeline: Timeline | None = field(default=None, repr=False)
     """Live bytes of that step over time."""
     meterings: int = 0
-    """Number of metered steps."""
     outdated: bool = field(default=False, repr=False)
     """True if another plan would be better: the next step makes it."""
     proved: Proved = field(default_factory=Proved, repr=False)

@@ -44,10 +44,7 @@ __all__ = [
 
 
 class _Watch:
-    """Observer of a step at its marks and at the end of its backward.
-
-    The engine that learns from the step is referenced weakly.
-    """
+    """Observer of a step at its marks and at the end of its backward."""
 
     def __init__(self, engine: Any, plan: Any) -> None:
         self._engine = weakref.ref(engine)

@@ -22,9 +22,7 @@ class About:
     """Shapes and types of the inputs."""
     device: str = ""
     moment: str = ""
-    """Date and time of the page."""
     command: str = ""
-    """Command that wrote the page."""
     plans: int = 1
     """Number of plans of the model, one for each kind of inputs."""
 

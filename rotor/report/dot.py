@@ -32,7 +32,6 @@ class DotNode:
     """A box."""
 
     label: Sequence[str]
-    """Lines of text."""
     kind: str
     """One of `COLORS`."""
     phase: str
@@ -58,7 +57,6 @@ class DotEdge:
     style: str = ""
     """"solid", or one of Graphviz's styles of lines."""
     upward: bool = False
-    """True if the target is laid out above the source."""
     sideways: bool = False
     """True if it does not affect which box is above the other."""
 

@@ -202,10 +202,7 @@ def _stack(ax: Any, bars: Sequence[Mapping[str, Any]]) -> None:
 
 
 def ratio_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
-    """Return the data of `ratio_grid`: a panel for each model that has commands of kind "ratio".
-
-    Parameters as of `budget_panels`.
-    """
+    """Return the data of `ratio_grid`: a panel for each model that has commands of kind "ratio"."""
     panels = []
     for model, listed in models.items():
         workloads = _workloads(listed, "ratio")

@@ -52,10 +52,7 @@ P = ParamSpec("P")
 
 
 def check_formats(formats: Iterable[str]) -> None:
-    """Raise unless figures of these formats can be written.
-
-    Raises ValueError for an unknown format, and ImportError if matplotlib is not installed.
-    """
+    """Raise ValueError for an unknown format of figures, ImportError if matplotlib is missing."""
     for name in formats:
         if name not in FORMATS:
             raise ValueError(f"no figure format is named {name!r}, expected {', '.join(FORMATS)}")

@@ -253,10 +253,7 @@ class K_graph:
 def build_k(
     trace: Trace, step: Graph, grouped: Grouped, units: Sequence[Unit], sg: S_graph
 ) -> K_graph:
-    """Return the graph of forward and backward, from the captured step and its cost model.
-
-    `grouped` and `units` are the results of `group` and `units_of`.
-    """
+    """Return the graph of forward and backward, from the captured step and its cost model."""
     return _Builder(trace, step, grouped, units, sg).run()
 
 

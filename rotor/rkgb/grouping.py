@@ -46,10 +46,7 @@ class Grouped:
 
 
 def group(trace: Trace, step: Graph) -> Grouped:
-    """Return the groups that the operations of a forward are merged into.
-
-    `step` is the cost model of the captured step.
-    """
+    """Return the groups that the operations of a forward are merged into."""
     return _Grouping(trace, step).run()
 
 

@@ -166,10 +166,7 @@ class S_graph:
 
 
 def build_s(trace: Trace, step: Graph, grouped: Grouped) -> S_graph:
-    """Return the simplified forward of a captured step.
-
-    `step` is its cost model, `grouped` the result of `group`.
-    """
+    """Return the simplified forward of a captured step, from its groups of operations."""
     infos = value_infos(trace, step)
     given = input_nodes(trace)
     init = _node(trace, SOURCES, grouped.init, None, grouped.effects, infos, -1)
