@@ -94,11 +94,7 @@ def type_of(device: torch.device) -> str:
 
 
 def known(device: torch.device | str) -> torch.device:
-    """Return a device with its index.
-
-    Raises ValueError if PyTorch has no module for devices of this type, or this machine has no such
-    device.
-    """
+    """Return a device with its index; ValueError if PyTorch or this machine lacks such a device."""
     found = torch.device(device)
     if found.type == "cpu":
         return torch.device("cpu")

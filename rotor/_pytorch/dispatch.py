@@ -101,8 +101,7 @@ def backwards_within(
 ) -> Iterator[None]:
     """Run every backward of this thread within a mode, in the context.
 
-    A backward of another thread runs in the context that `joins` returns for the tensors at which
-    it begins.
+    A backward of another thread runs in the context that `joins` returns for its first tensors.
     """
     run = autograd._engine_run_backward  # type: ignore[attr-defined]
     owner = threading.get_ident()

@@ -294,8 +294,7 @@ def regions(
 ) -> Iterator[Tracing]:
     """Have captures in the context trace one of alike modules; yield what is found.
 
-    Calls of `modules` may be regions. `slots_of` returns a dictionary of a module by the identities
-    of its own tensors.
+    `slots_of` returns a dictionary of a module by the identities of its own tensors.
     """
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import (

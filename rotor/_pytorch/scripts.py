@@ -287,8 +287,7 @@ torch.library.impl(_LIBRARY, "gradients", "CompositeExplicitAutograd")(_backward
 class _Watch(TorchDispatchMode):
     """Look-out for operators that draw random numbers, or write to tensors of the caller's.
 
-    `seen` says what was seen, and is empty if nothing was: an error would lose its message in the
-    interpreter.
+    `seen` says what was seen, if anything: an error would lose its message in the interpreter.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -304,8 +304,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 def check_forward(model: nn.Module, sample: Any, *, one: bool) -> Any:
     """Run a model forward once, without gradients, in evaluation mode; return the output.
 
-    With `one` the sample is one argument, of any type. Raises ValueError if the forward fails: the
-    sample does not suit this model.
+    With `one` the sample is one argument. Raises ValueError if it does not suit the model.
     """
     args, kwargs = sample_call(sample, is_one=one)
     try:

@@ -152,8 +152,7 @@ def add_total(sub: argparse.ArgumentParser) -> None:
 def within_total(arguments: argparse.Namespace, subject: Subject, limit: int | None) -> int | None:
     """Return the limit of a step that follows from ``--total``, or the given one if it is less.
 
-    Raises ValueError if another machine is planned for, whose total has parts that are not known
-    here.
+    Raises ValueError for another machine, where parts of the total are not known.
     """
     total = total_of(arguments)
     if total is None:
@@ -177,8 +176,7 @@ def total_of(arguments: argparse.Namespace) -> int | str | None:
 def limit_of(arguments: argparse.Namespace) -> int | None:
     """Return the limit of a command line in bytes, and question one below 1 MiB.
 
-    A percentage is one of what is free on the device, or on the machine that is planned for. Raises
-    ValueError if the limit cannot be read.
+    A percentage is one of what is free on the device, or on the machine that is planned for.
     """
     total_of(arguments)  # Raises its errors before those of the limit.
     text: str | None = arguments.limit

@@ -43,8 +43,7 @@ _OWN = str(Path(__file__).resolve().parents[1])
 def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
     """Run a script, and return its exit code.
 
-    `limits` are those of the outermost module, by their names in `rotor.Checkpointable`; without
-    them the script runs as it is.
+    `limits` are those of the outermost module, if any, by their names in `rotor.Checkpointable`.
     """
     watcher = _Watcher(arguments, limits)
     error: BaseException | None = None

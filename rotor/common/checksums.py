@@ -356,8 +356,7 @@ def recomputation_error(
 ) -> RecomputationError:
     """Return the error for recomputed values that differ, with a sentence on the user's `cure`.
 
-    `module` is the path of the operation's module, empty for the model itself; `others` is the
-    number of other values that differed.
+    `module` is a path, empty for the model itself; `others` is the number of other such values.
     """
     place = f"module {module!r}" if module else "the model"
     also = f" and {others} other value" + ("s" if others > 1 else "") if others else ""

@@ -130,8 +130,7 @@ class Ranks:
     def together(self, own: Callable[[], T]) -> list[T]:
         """Return what a function returns on each rank, in their order.
 
-        A rank where it raises an exception raises that; the others raise a RankError that names the
-        rank and its error.
+        A rank where it raises an exception raises that one; the others raise a RankError with it.
         """
         value, problem = None, None
         try:

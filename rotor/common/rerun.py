@@ -421,13 +421,10 @@ def _present(leaf: Any) -> Any:
 
 
 class _Part:
-    """Captured call, and the way around it.
+    """Captured call, and the way around it; arguments are as of `attach`.
 
-    `rerun` is the state in which the call began, and `forward` the function of its arguments.
     `positions` are the places of the tensors with gradients in its result; `leaves` get gradients.
-    `token` lives while the call's own backward can run, and is told to pass. With `is_outer` the
-    call has another way around it within, and runs again only for gradients that are to be
-    differentiated.
+    `token` is told to pass.
     """
 
     def __init__(

@@ -113,8 +113,7 @@ class PredictedTimeline:
     ) -> PredictedTimeline:
         """Return the timeline of k consecutive runs, where `loss` is the index of the loss.
 
-        Each array is [k]: nanoseconds of each run, bytes live during it, and bytes that it
-        allocates.
+        Each array has a value for each run; `new_bytes` are the bytes that it allocates.
         """
         seconds = np.concatenate([[0.0], np.cumsum(np.asarray(cost_ns, dtype=np.float64))]) / _NS
         live = np.asarray(live_bytes, dtype=np.int64)

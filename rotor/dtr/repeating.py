@@ -59,10 +59,9 @@ def repeats(
     results: Any,
     states: list[tuple[torch.Generator, torch.Tensor]],
 ) -> bool:
-    """Run an operator that just ran a second time; return whether it makes the same bits.
+    """Run an operator again that just ran; return whether it makes the same bits.
 
-    It writes to none of its arguments. `states` are generators with their states before it ran;
-    they end as they are now.
+    It writes to no argument. `states` are generators, left as they are, with their earlier states.
     """
     after = [generator.get_state() for generator, _ in states]
     first = _sums(results)
@@ -150,11 +149,12 @@ _BLOCK_BYTES = 512
 class Verifier:
     """Checksums of what a session evicts, compared when it is computed again.
 
-    What the program dropped, and only an operator needs that runs again, is not compared itself:
-    the result of that operator is. Results of operators that are not PyTorch's own are compared in
-    any case. Where a result differs that is not an operator's first, the operator runs twice more
-    to see whether it leaves memory unwritten, which may be anything. `differed` is called with the
-    operators that may have made something else; `compared` counts the values that were compared.
+    A value that the program has dropped, and that only a recomputed operator reads, is not compared
+    itself: the result of this operator is. Results of operators that are not PyTorch's own are
+    always compared. If a result differs that is not the first of its operator, the operator runs
+    twice more, to see whether it leaves memory of the result unwritten, which may hold anything.
+    `differed` is called with the operators that may have made other values; `compared` counts
+    compared values.
     """
 
     def __init__(

@@ -89,8 +89,7 @@ def program_of_sequence(sequence: Sequence, graph: Graph) -> Program:
 def sequence_of_program(program: Program, chain: Chain) -> Sequence:
     """Return the sequence of a valid program of a chain's graph, priced by the chain.
 
-    It has Fe where the backward reads the tape of a run, Fck where a later run reads its input, and
-    Fn for other forwards.
+    Fe is where the backward reads a run's tape, Fck where a later run reads its input, else Fn.
     """
     n, codes = len(chain), list[tuple[int, int]]()
     has_tape, is_kept = [False] * n, [False] * n

@@ -336,8 +336,7 @@ class Graph:
     def from_dict(cls, data: Any) -> Graph:
         """Return the graph that `to_dict` wrote; unknown fields are kept.
 
-        Raises ValueError for another format or version, a field missing or wrong, or an impossible
-        graph.
+        Raises ValueError for another format or version, wrong fields, or an impossible graph.
         """
         is_second = isinstance(data, dict) and data.get("version") == VERSION_WITH_TAPES
         fields = check_header(data, FORMAT, VERSION_WITH_TAPES if is_second else VERSION)
@@ -396,8 +395,7 @@ class Graph:
     def from_g(cls, text: str, name: str = "graph") -> Graph:
         """Return a graph from text in the format ``.g``, as `to_g` writes it.
 
-        Raises ValueError, with `name` and the number of the line, if the text is not in this
-        format.
+        Raises ValueError, with `name` and the line, if the text is not in this format.
         """
         lines = [(k, line.split()) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines:

@@ -225,8 +225,7 @@ class Program:
     def from_dict(cls, data: Any) -> Program:
         """Return the program that `to_dict` wrote.
 
-        Raises ValueError for another format or version, a field missing or wrong, or an invalid
-        program.
+        Raises ValueError for another format or version, wrong fields, or an invalid program.
         """
         has_actions = isinstance(data, dict) and data.get("version") == VERSION_WITH_ACTIONS
         fields = check_header(data, FORMAT, VERSION_WITH_ACTIONS if has_actions else VERSION)

@@ -38,8 +38,7 @@ class Resizing:
     ) -> Graph:
         """Return the graph of these sizes and costs, in a time that no check of it needs.
 
-        There is a size for each storage, a time and a workspace for each operation. Raises
-        ValueError if a number is missing, or out of range.
+        Raises ValueError if a number is missing, or out of range.
         """
         counts = (len(self._graph.storages), len(self._graph), len(self._graph))
         for name, values, count in zip(

@@ -139,8 +139,7 @@ def _shifted(events: Events, running: Column, shifts: Sequence[int]) -> Levels:
 def levels_of(events: Events, resident: Collection[int] = ()) -> Levels:
     """Return the levels along the events of the CPU's allocator, among whose marks is `END`.
 
-    `resident` are the addresses of blocks from before the start, whose release marks report
-    (`FREED`).
+    `resident` are addresses of blocks from before the start; marks (`FREED`) tell their release.
     """
     events = _until_end(events)
     known = np.array(sorted(resident), dtype=np.int64)

@@ -85,8 +85,7 @@ class _Watch:
 class LevelWatch(_Watch):
     """Comparison of the bytes at the marks of a step with the bytes of a metered step.
 
-    ``engine.learn_levels(plan, more)`` is called at the end of a backward with the bytes beyond
-    ``plan.levels`` by mark, if any.
+    ``engine.learn_levels`` gets the bytes beyond ``plan.levels``, if any, at a backward's end.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:
@@ -97,8 +96,7 @@ class LevelWatch(_Watch):
     def mark(self, name: str) -> None:
         """Compare the level at the start of a part of the step.
 
-        Reading the heap takes some microseconds, and is left out around captured parts, whose
-        memory does not vary.
+        Captured parts, whose memory does not vary, are left out: reading the heap takes time.
         """
         if name.startswith(("after ", "before ")):
             return
@@ -122,8 +120,7 @@ class LevelWatch(_Watch):
 class PeakWatch(_Watch):
     """Reader of an accelerator's peak counter around a step, without resetting it.
 
-    ``engine.learn_peak(plan, peak_bytes)`` is called at the end of a backward in which the counter
-    has risen.
+    ``engine.learn_peak`` gets the peak at the end of a backward in which the counter has risen.
     """
 
     def __init__(self, engine: Any, plan: Any) -> None:

@@ -157,8 +157,7 @@ def sequence_page(
 ) -> str:
     """Return a page on a schedule of a chain: figures, timeline, operations, stages.
 
-    `figures` are rows of name and value. `stages` is a table, its head first. The limit is drawn as
-    a line in the timeline.
+    `figures` are rows of name and value; `stages` is a table, its head first.
     """
     assert sequence.chain is not None
     names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]

@@ -13,8 +13,7 @@ _MS = 1e3
 def plot_timeline(plan: Any, ax: Any = None) -> Any:
     """Draw the live bytes of a step, predicted, measured, and the limit; return the axes.
 
-    They are those of a new figure by default. Raises ImportError if matplotlib is not installed,
-    and ValueError if the plan predicts nothing, and no step was metered.
+    Raises ImportError without matplotlib, and ValueError for a plan without any timeline.
     """
     predicted = plan.predicted_timeline
     measured = plan.measured_timeline

@@ -32,8 +32,7 @@ def argument_names(
 ) -> tuple[dict[str, Any], dict[int, str]]:
     """Return the arguments of a call by name, and the expressions that read their tensors.
 
-    Names are those of the forward of `module`; expressions, such as ``batch['ids']``, are by the
-    ids of the tensors.
+    Expressions, such as ``batch['ids']``, are by the ids of the tensors.
     """
     given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     found: dict[int, str] = {}

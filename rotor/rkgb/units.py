@@ -138,8 +138,7 @@ def contracted(
 ) -> Graph:
     """Return the graph in which each group of computations is one operation.
 
-    The groups hold all computations in order. Their modules are by default the common part of the
-    modules of their operations.
+    The groups hold all computations in order; `modules` are by default common parts of paths.
     """
     flat = [unit for some in units for unit in some]
     order = [index for unit in flat for index in unit.operations]

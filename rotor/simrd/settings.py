@@ -130,8 +130,7 @@ def make_settings(
 ) -> tuple[str, Settings]:
     """Return the name of the heuristic and the setting; check all but the budget and the limit.
 
-    Raises ValueError if a value is out of range, a heuristic or runtime is unknown, or one cannot
-    serve the other, and TypeError if a value is of a wrong type.
+    Raises ValueError or TypeError for wrong values, and for those that do not suit each other.
     """
     found = runtimes.get(runtime)
     name = heuristics.check(heuristic, found.serves, found.name)

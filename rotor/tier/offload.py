@@ -118,8 +118,7 @@ def checked_offload(
 ) -> Offload | None:
     """Return the second tier of an option: None, "disk", "disk:FOLDER", "host", or a `Tier`.
 
-    `offload_limit` is the most bytes there. Raises ValueError or TypeError if an option is not as
-    described, or does not suit the engine or the backend.
+    Raises ValueError or TypeError for wrong options, or if the engine or backend does not suit.
     """
     if offload is None:
         if offload_limit is not None:
