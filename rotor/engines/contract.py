@@ -292,10 +292,7 @@ class Context:
             warn_caller(text, MemoryLimitWarning)
 
     def may_improve_plans(self) -> bool:
-        """Return whether plans get better between steps.
-
-        Ranks that train together exchange none: they plan before the step.
-        """
+        """Return whether plans get better between steps; ranks plan together before a step."""
         return (
             self.settings.planning == "background"
             and self.peers.ranks is None
@@ -449,9 +446,7 @@ class Engine(ABC):
         """Check, before a step, for needs that its plan does not know."""
 
     def is_behind(self) -> bool:
-        """Return whether this rank has to plan before its next step; False where a process plans
-        alone.
-        """
+        """Return whether this rank has to plan before its next step; False if it plans alone."""
         if self.context.peers.ranks is None:
             return False
         plans = self.context.plans.values()

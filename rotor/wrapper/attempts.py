@@ -90,9 +90,7 @@ class _StateBefore:
 
 
 class _Failures:
-    """Engines that failed at one call; the driver and its refusals are noted as they were before
-    it.
-    """
+    """Engines that failed at one call, and the state of the driver before the first failure."""
 
     def __init__(self, driver: Any, refusals: dict[Any, Refusal]) -> None:
         self.first: Exception

@@ -65,10 +65,7 @@ __all__ = ["Driver"]
 
 
 class Driver:
-    """Runner of a model's steps within its limit.
-
-    The wrapper is the module that represents the model; it is referenced weakly.
-    """
+    """Runner of a model's steps within its limit; the wrapper is referenced weakly."""
 
     calls = 0
     """Number of calls of the wrapper's forward."""

@@ -38,9 +38,7 @@ class Limits:
         return self._latest[1]
 
     def limit_on(self, device: torch.device, latest: Any) -> int:
-        """Return the limit of a step that is planned now; `latest` is ``None`` before the first
-        plan.
-        """
+        """Return the limit of a step planned now; `latest` is ``None`` before the first plan."""
         given, room = self._settings.mem_limit, self.room
         if room is None:
             assert given is not None

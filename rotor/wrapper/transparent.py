@@ -19,10 +19,7 @@ _SHARED = frozenset(vars(nn.Module())) - {"training"}
 
 
 class ShownForward:
-    """Method ``forward`` of a wrapper; bound, it has the signature of the wrapped module's.
-
-    The function takes the wrapper and the arguments.
-    """
+    """Method ``forward`` of a wrapper; bound, it has the signature of the wrapped module's."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__doc__ = function.__doc__

@@ -31,10 +31,7 @@ _LATER = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)
 
 
 def refuse_outer_transforms(context: Context) -> bool:
-    """Return whether a step runs within something that only plain PyTorch can run in.
-
-    Raises RuntimeError if it does, and an engine was asked for by name.
-    """
+    """Return whether only plain PyTorch can run a step; raise RuntimeError if an engine is set."""
     reason = _outer_transform()
     if not reason:
         return False

@@ -145,10 +145,7 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
 
 
 def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
-    """Return one measure of all ranks' measures: mean times, and the largest bytes of any rank.
-
-    Raises RankError if the ranks have not measured the same stages.
-    """
+    """Return all ranks' mean times and largest bytes; raise RankError if their stages differ."""
     mine = (inspection.input_bytes, inspection.output_grad_bytes)
     loss = (inspection.loss_peak_bytes or 0, inspection.loss_ns or 0)
     found = ranks.exchange((inspection.measures, mine, loss, inspection.reasons))

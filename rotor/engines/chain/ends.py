@@ -75,9 +75,7 @@ _apply_input = core.bare_apply(_Input)
 def root_of(
     outputs: list[torch.Tensor], token: torch.Tensor
 ) -> tuple[torch.Tensor, list[Any] | None]:
-    """Return the root of a stage's graph, and the cell from which its backward takes gradients, if
-    any.
-    """
+    """Return the root of a stage's graph, and its backward's cell of gradients, if it has one."""
     if len(outputs) == 1 and outputs[0].nbytes < _HANDOFF_BYTES:
         return outputs[0], None
     cell: list[Any] = []

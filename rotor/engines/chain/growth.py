@@ -30,9 +30,7 @@ Growth = dict[int, tuple[int, int]]
 
 
 def can_vary(stage: Stage) -> bool:
-    """Return whether a stage may keep other bytes for inputs of one shape; PyTorch's own layers do
-    not.
-    """
+    """Return whether a stage may keep other bytes for equal shapes, as PyTorch's layers do not."""
     return not stage.is_of_layers()
 
 

@@ -87,9 +87,7 @@ class Observation:
 
 @contextmanager
 def copied_buffers(stage: Stage) -> Iterator[list[tuple[core.Slot, torch.Tensor]]]:
-    """Run the stage on copies of its buffers in a context that gives the originals with their
-    slots.
-    """
+    """Run a stage on copies of its buffers in a context; give the originals with their slots."""
     kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
     try:
         for (slots, name), buffer in kept:
@@ -419,9 +417,7 @@ class Observer:
     def _same_gradients(
         self, stage: Stage, x: Any, flags: Flags, watch: Watch, states: Any
     ) -> bool:
-        """Return whether two more runs agree in gradients, or two backwards of one run differ as
-        well.
-        """
+        """Return whether two more runs agree in gradients, or even one run's gradients vary."""
         after = Saved(watch.changed())
         rng = self._rng.read()
 

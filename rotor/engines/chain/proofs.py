@@ -71,9 +71,7 @@ class StageProof(ABC):
         """Read all comparisons, at the end of a backward, or have them read."""
 
     def refusal(self, found: Sequence[Mismatch], cure: str) -> tuple[list[int], Exception]:
-        """Return the first stages that differed, and the error, with a sentence on what the user
-        can do.
-        """
+        """Return the first stages that differed, and the error, which ends with a cure."""
         differing: dict[int, Mismatch] = {}
         for mismatch in found:
             differing.setdefault(mismatch.site[0], mismatch)  # type: ignore[index]

@@ -92,9 +92,7 @@ class ShardedStage(Stage):
         )
 
     def reshard(self) -> None:
-        """Release the parameters that a recomputation gathered, if the forward would have released
-        them.
-        """
+        """Release parameters that a recomputation gathered, if the forward would have done so."""
         for unit in self.units:
             if unit.reshards_after_forward:
                 unit.reshard()
@@ -146,10 +144,7 @@ class Sharding:
         return self._owners.get((id(slot[0]), slot[1]))
 
     def stages(self, stages: Iterable[Stage]) -> list[Stage]:
-        """Return the stages, as stages of a sharded model.
-
-        Raises RuntimeError if one unit has modules in several stages.
-        """
+        """Return the stages as sharded ones; raise RuntimeError if a unit spans several of them."""
         found = [ShardedStage(stage.names, stage.functions, self) for stage in stages]
         inside = {id(unit) for stage in found for unit in stage.units}
         for unit in self.units:
@@ -365,10 +360,7 @@ _apply_entry = core.bare_apply(_Entry)
 
 
 class ShardedRun(Run):
-    """State of one training step of a sharded chain.
-
-    The parameters are as of `Run`; nested backwards always accumulate.
-    """
+    """State of one step of a sharded chain, as `Run`; nested backwards always accumulate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, accumulate=True, **kwargs)

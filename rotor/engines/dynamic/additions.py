@@ -95,10 +95,7 @@ class Additions:
 
 
 class Arrivals:
-    """Gradients of leaves that a running backward has still to compute.
-
-    Existing gradients take no more memory, and are left out.
-    """
+    """Gradients that a running backward has still to compute for leaves that have none."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         self._leaves = [leaf for leaf in leaves if leaf.grad is None]

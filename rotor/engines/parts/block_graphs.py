@@ -206,10 +206,7 @@ def share_graphs(
 
 
 def share_programs(ranks: Ranks, graphs: Sequence[BlockGraph | None]) -> None:
-    """Set the programs of all ranks to those of the first, after another search for them.
-
-    This is a collective operation; ``None`` stands for a block without a graph.
-    """
+    """Set all ranks' programs to those of the first, after a search; a collective operation."""
     for kind, rows in zip(*_first_programs(ranks, graphs), strict=True):
         kind.take_programs(rows)
 
@@ -217,10 +214,7 @@ def share_programs(ranks: Ranks, graphs: Sequence[BlockGraph | None]) -> None:
 def _first_programs(
     ranks: Ranks, graphs: Sequence[BlockGraph | None]
 ) -> tuple[list[Kind], list[list[list[int]]]]:
-    """Return the kinds of graphs, and the actions of the first rank's programs.
-
-    This is a collective operation.
-    """
+    """Return the kinds of graphs, and the actions of the first rank's programs; a collective."""
     kinds = list(dict.fromkeys(graph.kind for graph in graphs if graph is not None))
     mine = [[program.actions.tolist() for program in kind.programs] for kind in kinds]
     return kinds, ranks.broadcast(mine)

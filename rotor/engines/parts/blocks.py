@@ -139,9 +139,7 @@ class BlockRun(ShardedRun):
         return self.attach(value)
 
     def _note(self, i: int, y: Any) -> Flags:
-        """Return the flags of the output; raise RuntimeError if it has not as many tensors as
-        measured.
-        """
+        """Return the flags of the output; raise RuntimeError if its number of tensors is new."""
         flags, count = super()._note(i, y), len(tree_tensors(y))
         if count != len(flags):
             raise RuntimeError(

@@ -69,10 +69,7 @@ class CalledStages(NamedTuple):
 
 
 class StageCalls:
-    """Calls of the functions of a model's stages in one forward.
-
-    The functions are in order, each with the number of its stage.
-    """
+    """Calls of the functions of a model's stages in one forward."""
 
     def __init__(self, functions: Sequence[tuple[int, Any]]) -> None:
         self._functions = functions
@@ -87,9 +84,7 @@ class StageCalls:
         """
 
     def units(self, chains: Sequence[CalledStages]) -> list[Any]:
-        """Return the modules to call in a row; chains, and modules captured around several, count
-        as one.
-        """
+        """Return the modules to call in a row; a chain, or a module around several, is one."""
         found: list[Any] = []
         starts = {chain.place: chain for chain in chains}
         place = 0
@@ -121,10 +116,7 @@ class StageCalls:
             self.current = None
 
     def note_captured(self, module: nn.Module, number: int, begin: int) -> None:
-        """Note a captured call of a stage, within one, or around several.
-
-        `begin` is the length of `calls` when the call began.
-        """
+        """Note a captured call of a stage, in one, or around several, from `calls[begin]` on."""
         for stage, _ in self._functions[begin : len(self.calls)]:
             self.captured.setdefault(stage, []).append(None)
             self.around[begin] = module, len(self.calls)
@@ -146,9 +138,7 @@ class Unsaved:
 
     @classmethod
     def of(cls, values: Sequence[Mapping[int, int]], saved: Sequence[set[int]]) -> Unsaved:
-        """Return the sums, from bytes by storage of each value, and the storages saved in each
-        stage.
-        """
+        """Return the sums, from values' bytes by storage and the storages that stages save."""
 
         def bytes_beside(value: Mapping[int, int], stages: Sequence[set[int]]) -> int:
             return sum(value[storage] for storage in value.keys() - set().union(*stages))
@@ -428,10 +418,7 @@ def _schedules(priced: Callable[[int], Chain]) -> list[Operations]:
 
 
 class ChainProof(StageProof):
-    """Comparisons of one run of a chain between captured parts, in a verified step.
-
-    The tally of the step reads them at the end of its backward.
-    """
+    """Comparisons of one run of a chain between captured parts, read by the tally of the step."""
 
     def __init__(self, kind: ChainKind, tally: PartsTally) -> None:
         super().__init__(kind.inspection.stages)

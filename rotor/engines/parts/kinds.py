@@ -106,11 +106,7 @@ class Kind:
             self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
 
     def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
-        """Return the same graph for steps that begin with gradients of the parameters with these
-        ids.
-
-        The options are those of `rotor.graph.plan`.
-        """
+        """Return this graph for steps that begin with gradients of parameters with these ids."""
         slots = slots_of(module)
         found = frozenset(
             index
@@ -237,9 +233,7 @@ class Kind:
         return search_levels(self.lowered, self.costs, self.link, options, kept_bytes)
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
-        """Return the programs that have these actions, but for those that are impossible at this
-        shape.
-        """
+        """Return programs with these actions, but for those that are impossible at this shape."""
         free = free_graph(self.lowered, self.costs, 0, moves=link is not None)
         found = []
         for row in rows:
@@ -259,9 +253,7 @@ class Kind:
         self._layouts.clear()
 
     def _take_best(self, found: list[Program]) -> None:
-        """Keep a program for each option that no other beats, with outputs held or with outputs not
-        held.
-        """
+        """Keep a program for each option that no other beats, with outputs held or not held."""
         best: list[Program] = []
         for is_held in (True, False):
             priced = [(self.option(program, is_held), program) for program in found]

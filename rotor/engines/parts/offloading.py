@@ -20,11 +20,7 @@ __all__ = ["PartsTier", "PlacedStep"]
 
 
 class PartsTier:
-    """Use of a second tier by the parts of one plan.
-
-    The programs and layouts are those of each part, with the places of its values; ``None`` stands
-    for parts without.
-    """
+    """Use of a second tier by the parts of one plan; lists have ``None`` for the other parts."""
 
     def __init__(
         self,
@@ -114,10 +110,7 @@ class PartsTier:
 
 
 class PlacedStep:
-    """Places of one step's values; its area stays for as long as a part of the step needs it.
-
-    The layouts are those of each part, ``None`` for parts without; the area has one user.
-    """
+    """Places of one step's values by part; the area stays for as long as a part needs it."""
 
     def __init__(self, layouts: Sequence[Layout | None] = (), area: StepArea | None = None) -> None:
         self._layouts = layouts

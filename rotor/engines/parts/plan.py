@@ -282,9 +282,7 @@ def without_bases(bases: Bases) -> Bases:
 
 
 def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) -> Bases:
-    """Return the memory beside the parts of a metered step; with `most`, larger earlier values
-    stay.
-    """
+    """Return the memory beside the parts of a metered step; with `most`, earlier maxima stay."""
     parts = plan.parts
     chosen = [options[k] for options, k in zip(parts.options(), plan.choice, strict=True)]
     found: dict[tuple[str, int], int] = {}
