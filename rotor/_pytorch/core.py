@@ -535,10 +535,7 @@ def at_end_of_backward(
 
 
 def check_after_backward(check: Callable[[], object]) -> None:
-    """Have `check` called at the end of the running backward, which raises its errors.
-
-    Raises RuntimeError if no backward is running.
-    """
+    """Have `check` called at the end of the running backward, which raises its errors."""
     torch.autograd.Variable._execution_engine.queue_callback(check)  # type: ignore[arg-type]
 
 

@@ -68,7 +68,7 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 def _keys_on(device: torch.device) -> torch.Tensor:
-    """Return odd factors of the columns, twice as many; a device keeps them from then on."""
+    """Return odd factors for the columns, two for each, which are kept on the device."""
     if device not in _keys:
         with torch.inference_mode(False):
             generator = torch.Generator("cpu").manual_seed(_KEY_SEED)

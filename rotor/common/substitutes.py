@@ -26,9 +26,8 @@ def substituted(
 ) -> Iterator[Any]:
     """Give a value with tensors replaced in the context; tuples alone are copied.
 
-    Tensors are found in tuples, lists, dictionaries, dataclasses and other objects with attributes,
-    and at `slots`, places of more values as (dictionary, name). `given` has their substitutes, by
-    ``id``.
+    Tensors are found in tuples, lists, dictionaries and objects with attributes, and in `slots`.
+    The substitutes in `given` are by ``id``.
     """
     found: dict[int, torch.Tensor] = {}
     try:

@@ -212,8 +212,8 @@ class Trial:
     `arguments` are those of the runs, of which the attribute holds copies. With `is_guarded` the
     bytes of tensors are kept when they are written to; else those of attributes are copied at once,
     and the caller keeps the others. With `is_sharded`, parameters and gradients are left to FSDP2.
-    Raises Untriable if an argument cannot be copied, or a running generator or a stream cannot be
-    set back.
+    Raises Untriable if arguments cannot be copied, or a running generator or a stream cannot be set
+    back.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ class Recall:
         return current
 
     def _follow(self) -> None:
-        """Keep what the limit leaves now."""
+        """Set the limit of the book again, after a change of what is set aside of it."""
         self.set_limit(self.limit)
 
     def _warn_of_excess(self) -> None:

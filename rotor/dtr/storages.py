@@ -98,10 +98,7 @@ class Resizing:
 
 
 def bytes_of(swap: bool | None) -> Bytes:
-    """Return the method of eviction: swapping where PyTorch can, unless `swap` decides.
-
-    Raises ValueError if swapping was asked for and this PyTorch cannot.
-    """
+    """Return the method of eviction: swapping where PyTorch can, unless `swap` decides."""
     if swap is None:
         swap = pointers.has_storage_swap()
     if swap and not pointers.has_storage_swap():

@@ -373,7 +373,7 @@ class _Runner:
 
 
 def _forget_unfinished(store: Store, cell: Cell) -> None:
-    """Return inputs that failed, or whose log has gone, are to run again."""
+    """Drop the kept result of an input that failed, or whose log has gone: it runs again."""
     kept = store.get(cell)
     if kept is None:
         return

@@ -107,10 +107,7 @@ def largest_bases(found: Sequence[Bases]) -> Bases:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A choice, priced: its time, and the peaks in each part of the step, as in `Bases`.
-
-    Peaks are bytes above the level at which the step begins.
-    """
+    """A choice, priced; peaks are bytes above the level at which the step begins."""
 
     forward: npt.NDArray[np.int64]
     backward: npt.NDArray[np.int64]

@@ -151,8 +151,7 @@ def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
     """Return the bytes of sparse gradients that exist beyond the ones of metered steps.
 
     Sparse gradients are added up side by side, until they are coalesced or dropped: each step of
-    gradient accumulation needs more. If they grow, the next step of the plan is metered. Parameters
-    that pruning took out of their slots are ``None``.
+    gradient accumulation needs more. If they grow, the next step of the plan is metered.
     """
     found = 0
     for gradient in backwards.gradients_of(parameters):
@@ -165,10 +164,7 @@ def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
 
 
 def is_due(plan: Metered, parameters: Iterable[Any] = ()) -> bool:
-    """Count an unmetered step; return whether it should be metered after all.
-
-    It should be if the sparse gradients of the present parameters have grown, too.
-    """
+    """Count an unmetered step; return whether it should be metered after all."""
     plan.unmetered += 1
     sparse_growth(plan, parameters)
     due = plan.differs or is_metered_again(plan.unmetered)

@@ -117,10 +117,7 @@ def _key(budget: Any) -> float:
 
 
 def budget_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
-    """Return the data of `budget_grid`: the commands of kind "fixed", a panel for each workload.
-
-    The slow-downs are of the metric `clock`: "gpu_time", or "cpu_time".
-    """
+    """Return the data of `budget_grid`: the commands of kind "fixed", a panel for each workload."""
     panels = []
     for model, listed in models.items():
         for workload in _workloads(listed, "fixed"):
@@ -323,10 +320,7 @@ def _variant(workload: tuple[Any, ...], names: Sequence[str]) -> str:
 def throughput_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Draw examples per second against the swept parameters, the budgets side by side.
-
-    The panels are those of `sweep_panels`, the files as of `budget_grid`.
-    """
+    """Draw examples per second against the swept parameters, the budgets side by side."""
     figure, axes = _panels(len(panels), 2.9)
     for ax, panel in zip(axes, panels, strict=True):
         labels, series = panel["labels"], panel["series"]
@@ -352,10 +346,7 @@ def throughput_grid(
 def breakdown_grid(
     panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Draw the parts of a step's time, in ms, for all swept parameters.
-
-    The panels are those of `sweep_panels`, the files as of `budget_grid`.
-    """
+    """Draw the parts of a step's time, in ms, for all swept parameters."""
     figure, axes = _panels(len(panels), 3.6)
     for ax, panel in zip(axes, panels, strict=True):
         bars = [

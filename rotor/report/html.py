@@ -69,10 +69,7 @@ def graph_page(
 def plan_page(
     plan: GraphPlan, places: Sequence[str], summary: Summary, about: About | None = None
 ) -> str:
-    """Return a page on the plan of a captured model: limit, peaks, timeline, operations.
-
-    `places` are the modules that each operation is shown in.
-    """
+    """Return a page on the plan of a captured model: limit, peaks, timeline, operations."""
     graph, program = plan.graph, plan.program
     measured = plan.measured_bytes
     rows = [
@@ -96,10 +93,7 @@ def plan_page(
 
 
 def chain_page(plan: Plan, stages: Sequence[Sequence[str]], about: About | None = None) -> str:
-    """Return a page on the plan of a chain: figures, timeline, operations, stages.
-
-    `stages` is a table, its head first.
-    """
+    """Return a page on the plan of a chain: figures, timeline, operations, stages."""
     ideal, measured = plan.chain.ideal_time, plan.measured_bytes
     slower = f"{plan.sequence.makespan / ideal - 1:+.1%}" if ideal else "none"
     recomputed = f"{len(plan.schedule.recomputed)} of {len(plan.chain)}"

@@ -80,19 +80,13 @@ def chain_trace(plan: Plan) -> dict[str, Any]:
 
 
 def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dict[str, Any]:
-    """Return the trace of a captured model's plan and of its last metered step.
-
-    `places` are the modules that each operation is shown in.
-    """
+    """Return the trace of a captured model's plan and of its last metered step."""
     runs = _program_runs(plan.program, places, summary)
     return _of_plan(plan, runs, _tier_events(plan.program))
 
 
 def measured_trace(plan: Any) -> dict[str, Any]:
-    """Return the trace of the last metered step, for plans that predict no single run.
-
-    Raises ValueError if no step was metered, or only its peak is known.
-    """
+    """Return the trace of the last metered step, for plans that predict no single run."""
     if plan.measured_timeline is None:
         raise ValueError(
             "nothing to trace: no run is predicted, and no step was metered over time; "
