@@ -85,11 +85,7 @@ class _WholeGraph(GraphEngine):
 
 
 class _ChainParts(PartsEngine):
-    """Captured parts of a chain of which a stage cannot be captured.
-
-    The reasons for which no single graph exists, and the measures of the stages, are by
-    `Key.measured`.
-    """
+    """Captured parts of a chain; reasons against a graph, and measures, are by `Key.measured`."""
 
     def __init__(
         self,

@@ -140,7 +140,6 @@ class Attempts:
         self.asked: Key | None = None
         """Kind of the step that is being attempted; ``None`` before it is known."""
         self.failures: _Failures | None = None
-        """Engines that failed at this call; ``None`` without any."""
         self.proven: weakref.WeakSet[Engine] = weakref.WeakSet()
         """Engines that have run a step."""
         self._is_unspoilt, self._measures = True, False

@@ -42,8 +42,7 @@ def structure_of(stage: Stage, x: Any, flags: Flags, seen: Observation) -> Hasha
     """Return a value that stages of equal modules and inputs share; ``None`` if there can be no
     equal.
 
-    A stage with functions that are no modules, or with hooks, has no equal. `flags` tells which
-    tensors of `x` require gradients.
+    A stage with functions that are no modules, or with hooks, has no equal.
     """
     if not all(isinstance(function, nn.Module) for function in stage.functions):
         return None

@@ -17,14 +17,12 @@ __all__ = ["Around"]
 
 
 class Around:
-    """Ways around the schedule of one step.
+    """Ways around the schedule of one step; `arg` is the input of the stage that runs next.
 
     One leads around the stages that the schedule runs, so that the stages of plain autograd see
     every backward. Another leads around the whole chain for gradients that are to be
     differentiated, so that their sums are made in the order of plain autograd; unless values leave
     the stages, or the last ones have registered hooks, which would be called without a gradient.
-    `unit` has the modules of the chain, `arg` is the input of the stage that runs next, and
-    `is_whole` is handed to `Rerun`.
     """
 
     def __init__(

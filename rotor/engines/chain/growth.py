@@ -130,10 +130,7 @@ class StageWatch:
 
 
 def grown(inspection: Inspection, growth: Growth) -> Inspection:
-    """Return an inspection with larger sizes of stages that keep more than was measured.
-
-    Temporaries are assumed to grow with the kept memory.
-    """
+    """Return an inspection with the growth of its stages; temporaries are assumed to grow too."""
     measures = list(inspection.measures)
     for i, (kept, given) in growth.items():
         m = measures[i]
@@ -161,10 +158,7 @@ def known_growth(watches: Watches, inspection: Inspection) -> Inspection:
 
 
 def stage_watch(engine: Any, plan: Any) -> StageWatch | None:
-    """Return the watch of the stages in a plan's step; ``None`` if their memory cannot vary.
-
-    The next steps of the chain engine are planned for the observed growth.
-    """
+    """Return the watch of a step, for later plans; ``None`` if no stage's memory can vary."""
     inspection, watches = plan.inspection, engine.watches
     if engine.context.peers.ranks is not None:
         return None

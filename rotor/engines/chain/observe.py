@@ -55,7 +55,6 @@ class Observation:
     uses_rng: bool
     """True if a forward draws random numbers of PyTorch's own generators."""
     mutable_buffers: list[core.Slot]
-    """Buffers that a forward changes."""
     changes: list[Place]
     """Other state that a forward changes."""
     leaves: list[str]

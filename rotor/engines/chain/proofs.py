@@ -153,11 +153,7 @@ class StepProof(StageProof):
         self._gradients = found
 
     def settle(self) -> None:
-        """Read all comparisons, at the end of a backward.
-
-        Raises RecomputationError if a value differs, after gradients, buffers and state are
-        restored to before the step.
-        """
+        """Read all comparisons; after a difference restore all and raise RecomputationError."""
         values = self.proof.compared
         found = self.proof.finish()
         if not found:

@@ -38,10 +38,7 @@ def modules_of(stages: Items[Stage]) -> list[nn.Module]:
 
 
 class LoadedSequence(DynamicAlgorithm):
-    """Saved sequence if it fits in the budget; otherwise the solution of an algorithm.
-
-    Without an algorithm, InfeasibleError is raised.
-    """
+    """Saved sequence if it fits; else an algorithm's solution, or InfeasibleError without one."""
 
     name: ClassVar[str] = "loaded"
 

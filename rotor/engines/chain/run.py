@@ -342,10 +342,7 @@ class Run:
                 snapshot.check()
 
     def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
-        """Begin the backward with the gradients of the last activation.
-
-        Raises RuntimeError if the schedule cannot give such a backward, and cannot be run again.
-        """
+        """Begin a backward; raise RuntimeError if neither the schedule nor a rerun can give it."""
         self.is_passed = not _any_given(gradient)
         if self.is_passed:
             return

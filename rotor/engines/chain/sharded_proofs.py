@@ -23,10 +23,7 @@ __all__ = ["ShardedGradients", "ShardedProof", "found_together"]
 
 
 class ShardedGradients:
-    """Gradients of a sharded model, stored outside of its device's memory.
-
-    `sharded` are the parameters that FSDP2 gathers, `plain` the others.
-    """
+    """Gradients of a sharded model, stored outside of its device's memory."""
 
     def __init__(
         self, sharded: Sequence[fsdp.ShardedParameter], plain: Sequence[nn.Parameter]
@@ -70,10 +67,7 @@ def found_together(ranks: Ranks, own: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 class ShardedProof(StepProof):
-    """Comparisons of one step of a sharded chain, the same on all ranks.
-
-    `keep` copies the existing gradients; `stages`, `proved` and `failed` are as of `StepProof`.
-    """
+    """Comparisons of one step of a sharded chain, the same on all ranks."""
 
     def __init__(
         self,

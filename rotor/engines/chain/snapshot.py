@@ -26,11 +26,7 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """State in which the first forward of a stage began, for its recomputations.
-
-    The stage is about to run for the first time; `rng` is ``None`` if random states are not
-    preserved.
-    """
+    """State in which a stage's first forward began, with random states if there is an `rng`."""
 
     __slots__ = (
         "_buffers",
@@ -73,11 +69,7 @@ class Snapshot:
         self._own.update([id(slots[name]) for (slots, name), _ in self._buffers])
 
     def finish(self) -> None:
-        """End the first forward: keep only the state that it changed.
-
-        Raises RecomputationError if the stage changed a buffer or a parameter of which no copy was
-        made.
-        """
+        """Keep the state that the forward changed; raise RecomputationError if some has no copy."""
         states, rng = self._states, self._rng
         if states is not None and rng is not None and not rng.drawn_since(states):
             self._states = None
@@ -106,11 +98,7 @@ class Snapshot:
         return [tensor for tensor in found if id(tensor) not in others]
 
     def check(self) -> None:
-        """Raise RecomputationError if what a recomputation depends on was written to since the
-        forward.
-
-        The message names the tensor and the stage.
-        """
+        """Raise RecomputationError if what a recomputation depends on was written to meanwhile."""
         found = self._foreign()
         written = zip(self._written, self._versions, strict=True)
         found += [p for (p, *_), then in written if p._version != then]

@@ -18,10 +18,7 @@ from rotor.common.places import Place
 
 
 class Stage:
-    """Stage of a chain: functions applied in a row, with their dotted names in the model.
-
-    The functions are modules, or callables without parameters.
-    """
+    """Stage of a chain: modules, or callables without parameters, in a row, with dotted names."""
 
     __slots__ = (
         "_dependencies",

@@ -45,7 +45,6 @@ class StepFigures:
     """Figures of one step."""
 
     stats: Stats
-    """Statistics of its session."""
     output_bytes: int
     room_bytes: int
     """Rest of the limit for the loss."""
@@ -92,7 +91,6 @@ class DynamicPlan(Metered):
     this engine: no such step is refused later.
     """
     steps: int = 0
-    """Number of ended steps."""
     latest: deque[StepFigures] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def __post_init__(self) -> None:

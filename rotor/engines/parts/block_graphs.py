@@ -42,7 +42,6 @@ class BlockGraph:
     kind: Kind
     """Graph, and its programs; blocks that are alike share it."""
     signature: Any
-    """Signature of the block's arguments."""
     is_held: bool = False
     """True if another block, called later, holds its outputs."""
 
@@ -89,10 +88,7 @@ class BlockGraph:
 
 
 class GraphCalls:
-    """Forward in which blocks are captured when they are called, without a trace.
-
-    Graphs that `captures` has already are not captured again.
-    """
+    """Forward in which called blocks are captured without a trace, unless `captures` has them."""
 
     def __init__(
         self,

@@ -65,7 +65,6 @@ class CalledStages(NamedTuple):
     place: int
     """Place of the first function among the functions of all stages."""
     calls: list[Called]
-    """Calls of all functions, in order."""
 
 
 class StageCalls:

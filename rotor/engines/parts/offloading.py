@@ -91,10 +91,7 @@ class PartsTier:
         return PlacedStep(self._layouts, None if self.whole is None else self.whole.begin_area())
 
     def learn(self, makespan: float) -> None:
-        """Note another speed of the tier, if the steps so far have shown one.
-
-        The makespan is that of the parts in seconds, as planned.
-        """
+        """Note another speed of the tier, if steps have shown one; the makespan is as planned."""
         if self.whole is not None and self._link is not None and not self.is_outdated:
             figures = (self.waited, self.link_time, makespan)
             follows_link(self.whole, self.offload, self._link, *figures)

@@ -37,7 +37,6 @@ class ModuleCall:
     number: int
     """Number of earlier calls of the module in the same forward."""
     outer: ModuleCall | None
-    """Enclosing call."""
     saved: dict[int, int] = field(default_factory=dict)
     """Bytes by storage that autograd keeps from inside it."""
     plannable_bytes: int = 0
