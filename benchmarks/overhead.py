@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from rotor.algorithms.sequence import Sequence
+from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import run_chain
-from rotor.engines.chain.schedule import Schedule
 from rotor.engines.chain.stages import find_stages
 from rotor.report.text import table
 from rotor.timing import Clock

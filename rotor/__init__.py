@@ -23,10 +23,11 @@ from rotor.errors import (
 )
 
 if TYPE_CHECKING:
-    from rotor.common.generators import RngState
+    from rotor.common.modes import RngState
     from rotor.engines.chain.run import CheckpointOptim
     from rotor.fit.decorator import fit_batch_size
-    from rotor.fit.search import LargestBatch, largest_batch
+    from rotor.fit.result import LargestBatch
+    from rotor.fit.search import largest_batch
     from rotor.rockmate import Hiremate, PureCheckmate, PureRockmate, PureRotor, Rockmate
     from rotor.tier.disk import DiskTier
     from rotor.tier.interface import Tier
@@ -67,7 +68,7 @@ _LAZY = {
     "PureCheckmate": "rotor.rockmate",
     "PureRockmate": "rotor.rockmate",
     "PureRotor": "rotor.rockmate",
-    "RngState": "rotor.common.generators",
+    "RngState": "rotor.common.modes",
     "Rockmate": "rotor.rockmate",
     "Tier": "rotor.tier.interface",
     "fit_batch_size": "rotor.fit.decorator",

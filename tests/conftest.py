@@ -116,7 +116,8 @@ def plans_stay(request, monkeypatch):
         return
     from background_models import Stepped
 
-    from rotor.engines.graph import improving, known
+    from rotor.engines.graph import improving
+    from rotor.engines.graph import searching as known
 
     monkeypatch.setattr(improving, "Threads", Stepped)
     monkeypatch.setattr(known.Known, "keep", lambda *_: None)

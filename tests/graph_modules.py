@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
-from rotor.engines.graph.emit import emit
-from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.offloading import layout_of
+from rotor.engines.graph.code.emit import emit
+from rotor.engines.graph.code.offloading import layout_of
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.tier import Tier
 
 BATCH, TIME, WIDTH = 3, 4, 8

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from graph_modules import random_program
 
-from rotor.engines.graph.actions import movable
-from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.code.actions import movable
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.tier import Tier
 
 

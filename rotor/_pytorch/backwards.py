@@ -15,20 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from rotor._pytorch import core
 
-__all__ = [
-    "are_related",
-    "gradients_of",
-    "hooks_made",
-    "in_split_backward",
-    "is_asked_for",
-    "is_batched",
-    "is_of_checkpoint",
-    "load_checks",
-    "outside_transforms",
-    "version_kept",
-    "versions_set",
-]
-
 core.check(
     (
         "_C._autograd._unsafe_set_version_counter",

@@ -1,4 +1,16 @@
-"""Private names of PyTorch for what a capture has among its nodes, and leaves behind."""
+"""Private names of PyTorch for what a capture has among its nodes, and leaves behind.
+
+Some gradients PyTorch computes by a loop of small operators: traced, thousands of operations.
+The loop runs within one operation here, from the same inputs, by PyTorch's own code: with the same
+bits.
+
+Dynamo makes tensors without dimensions of numbers that a forward draws, of NumPy's scalars, and of
+results of NumPy's functions. Types of results depend on them as on tensors: beside a tensor without
+dimensions, a number of Python's would count for less.
+
+Captured graphs leave ``requires_grad_`` out: gradients of parameters do not depend on it. A graph
+that returns such a value is refused: its gradients are the caller's.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +21,199 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree
 
 from rotor._pytorch import core
-from rotor._pytorch.asked_gradients import check_outputs
 from rotor._pytorch.casts import autocast_dtypes, cast_once
-from rotor._pytorch.drawn_numbers import check_numbers
-from rotor._pytorch.looped import keep_whole
+from rotor.errors import CaptureError
 
-__all__ = [
-    "LINALG_CHECK",
-    "as_eager",
-    "check",
-    "checks_kept",
-    "for_emitted",
-    "forget_compiled",
-    "is_effect",
-    "is_token",
-    "memory_format_of",
-]
+_LIBRARY = torch.library.Library("rotor_looped", "FRAGMENT")
+_LIBRARY.define("householder_product(Tensor input, Tensor tau) -> Tensor")
+_LIBRARY.define(
+    "householder_product_backward(Tensor gradient, Tensor input, Tensor tau) -> (Tensor, Tensor)"
+)
+_PRODUCT = torch.ops.rotor_looped.householder_product.default
+_GRADIENTS = torch.ops.rotor_looped.householder_product_backward.default
+_TARGETS = (torch.linalg.householder_product, torch.orgqr)
+
+
+@torch.library.impl(_LIBRARY, "householder_product", "CompositeExplicitAutograd")
+def _product(x: torch.Tensor, tau: torch.Tensor) -> Any:
+    return torch.linalg.householder_product(x, tau)
+
+
+@torch.library.impl(_LIBRARY, "householder_product_backward", "CompositeExplicitAutograd")
+def _gradients(gradient: torch.Tensor, x: torch.Tensor, tau: torch.Tensor) -> Any:
+    inputs = [tensor.detach().requires_grad_() for tensor in (x, tau)]
+    with torch.enable_grad():
+        made = torch.linalg.householder_product(*inputs)
+    return tuple(torch.autograd.grad(made, inputs, gradient))
+
+
+torch.library.register_fake("rotor_looped::householder_product", _product, lib=_LIBRARY)
+torch.library.register_fake(
+    "rotor_looped::householder_product_backward",
+    lambda gradient, *inputs: tuple(map(torch.empty_like, inputs)),
+    lib=_LIBRARY,
+)
+torch.library.register_autograd(
+    "rotor_looped::householder_product",
+    lambda ctx, gradient: _GRADIENTS(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lib=_LIBRARY,
+)
+
+
+def keep_whole(module: fx.GraphModule) -> None:
+    """Replace such operators in a graph of dynamo's; not in autocast, which knows none of ours."""
+    found = [
+        node
+        for node in module.graph.nodes
+        if (node.op, node.target) == ("call_method", "orgqr") or node.target in _TARGETS
+    ]
+    for node in found:
+        node.op, node.target = "call_function", _PRODUCT
+    if found:
+        module.recompile()
+
+
+_OF_PYTHON = torch.float64, torch.int64, torch.bool
+
+
+def check_numbers(graph: fx.Graph) -> None:
+    """Raise CaptureError if an operation gives other types, or bits, than with such numbers."""
+    from torch._dynamo import utils
+
+    numpys = (
+        utils.numpy_to_tensor_wrapper,
+        utils.numpy_method_wrapper,
+        utils.numpy_operator_wrapper,
+    )
+    numbers: dict[fx.Node, torch.Tensor] = {}
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        is_scalar = isinstance(value, torch.Tensor) and not value.ndim
+        if is_scalar and (_is_input(node) or isinstance(node.target, numpys)):
+            numbers[node] = value
+            continue
+        given = [numbers[one] for one in node.all_input_nodes if one in numbers]
+        is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+        if not given or node.op == "output" or is_symbol or isinstance(node.target, numpys):
+            continue
+        others = [n.meta.get("example_value") for n in node.all_input_nodes if n not in numbers]
+        tensors = [one for one in others if isinstance(one, torch.Tensor)]
+        is_alone = not tensors
+        if is_alone and is_scalar and value.dtype in (*_OF_PYTHON, *(n.dtype for n in given)):
+            numbers[node] = value
+            continue
+        holds_code = isinstance(node.target, torch._ops.HigherOrderOperator)
+        weighs = any(_weighs(number, other) for number in given for other in tensors)
+        if is_alone or holds_code or weighs:
+            raise CaptureError(
+                "the forward draws a number, or has one of NumPy's, for "
+                f"{node.target}, which gives another type, or other bits, with a tensor in its "
+                "place, as captured graphs have one"
+            )
+
+
+def _is_input(node: fx.Node) -> bool:
+    """Return whether a node is an input that is no tensor of the caller's."""
+    argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+    return argument is not None and bool(argument.pass_arg_as_tensor)
+
+
+def _weighs(number: torch.Tensor, other: Any) -> bool:
+    """Return whether a tensor in the place of a number changes the type of an operation."""
+    like = torch.empty([1] * other.ndim, dtype=other.dtype, device="meta")
+    alone = torch.empty([], dtype=number.dtype, device="meta")
+    python = 1.0 if number.dtype.is_floating_point else 1
+    return torch.result_type(like, alone) != torch.result_type(like, python)
+
+
+_ASKED = "rotor_asked"
+
+
+def _note(variable: Any) -> None:
+    """Have a computed value require gradients in what dynamo knows of it, not in its graph."""
+    node = variable.as_proxy().node
+    node.meta["example_value"].requires_grad_()
+    node.meta[_ASKED] = variable.requires_grad = True
+
+
+def _may_be_noted(variable: Any) -> bool:
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    # What the caller, or a module, has would require gradients after the call too.
+    return (
+        isinstance(variable, TensorVariable) and not variable.source and not variable.requires_grad
+    )
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Have dynamo note in the context which computed values are to require gradients."""
+    from torch._dynamo.variables import builtin
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    # The class and the name of its method differ between versions.
+    owner = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
+    name = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
+    set_attribute, call_method = getattr(owner, name), TensorVariable.call_method
+    kinds: Any = TensorVariable
+
+    def is_true(value: Any) -> bool:
+        return bool(value.is_python_constant() and value.as_python_constant() is True)
+
+    def noting_set(self: Any, tx: Any, obj: Any, attribute: Any, value: Any) -> Any:
+        is_asked = attribute.is_python_constant() and (
+            attribute.as_python_constant() == "requires_grad"
+        )
+        if is_asked and is_true(value) and _may_be_noted(obj):
+            _note(obj)
+            return value
+        return set_attribute(self, tx, obj, attribute, value)
+
+    def noting_call(self: Any, tx: Any, method: str, args: Any, kwargs: Any) -> Any:
+        asked = [*args, *kwargs.values()]
+        if method == "requires_grad_" and all(map(is_true, asked)) and _may_be_noted(self):
+            _note(self)
+            return self
+        return call_method(self, tx, method, args, kwargs)
+
+    try:
+        setattr(owner, name, noting_set)
+        kinds.call_method = noting_call
+        yield
+    finally:
+        setattr(owner, name, set_attribute)
+        kinds.call_method = call_method
+
+
+def _with_gradients(node: fx.Node) -> set[int]:
+    """Return the ids of a node's values that require gradients."""
+    values = _pytree.tree_leaves(node.meta.get("example_value"))
+    return {id(v) for v in values if isinstance(v, torch.Tensor) and v.requires_grad}
+
+
+def check_outputs(graph: fx.Graph) -> None:
+    """Raise CaptureError if a graph returns a value that requires gradients as asked alone."""
+    asked: set[int] = set()
+    known: set[int] = set()
+    for node in graph.nodes:
+        values = _with_gradients(node)
+        inputs = {value for given in node.all_input_nodes for value in _with_gradients(given)}
+        if node.op == "output" and inputs & asked - known:
+            raise CaptureError(
+                "the forward has a value that it computed require gradients, and returns or keeps "
+                "it, or what it computed of it alone: captured graphs have no gradients of it"
+            )
+        if _ASKED in node.meta:
+            asked |= values
+        elif node.op == "placeholder" or inputs & known:
+            known |= values
+        elif inputs & asked:
+            asked |= values
+
 
 _REQUIRED = (
     "_dynamo.callback.callback_handler.register_end_callback",

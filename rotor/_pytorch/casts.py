@@ -15,8 +15,6 @@ from torch import fx
 
 from rotor._pytorch import devices
 
-__all__ = ["autocast_dtypes", "cast_once", "casts_are_shared", "has_casts_for_several"]
-
 _NAMES = ("matmul", "mm", "bmm", "addmm", "conv_tbc", "prelu")
 _CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)]
 _FUNCTIONS = {getattr(torch, name) for name in (*_NAMES, *_CONVOLUTIONS)} | {

@@ -12,16 +12,6 @@ import torch
 
 from rotor._pytorch import core, symbols
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "NATIVE",
-    "NATIVE_BACKWARD",
-    "NATIVE_WITHOUT_STATISTICS",
-    "normalises",
-    "reserve_like",
-]
-
 NATIVE = torch.ops.aten._native_batch_norm_legit_functional.default
 NATIVE_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 NATIVE_BACKWARD = torch.ops.aten.native_batch_norm_backward.default

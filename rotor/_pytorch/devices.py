@@ -16,42 +16,6 @@ import torch
 
 from rotor import _core
 
-__all__ = [
-    "Generator",
-    "Pool",
-    "accelerator_in_use",
-    "allocated_bytes",
-    "capturing",
-    "chosen",
-    "count",
-    "counters",
-    "default_type",
-    "departure",
-    "expandable_segments",
-    "free_and_total_bytes",
-    "generator_of",
-    "has_counters",
-    "has_pools",
-    "identity",
-    "is_capturing",
-    "is_type",
-    "known",
-    "level",
-    "libraries",
-    "memory_fraction",
-    "name_of",
-    "occupy",
-    "prepare",
-    "release_all",
-    "release_cached",
-    "reserved_bytes",
-    "reset_peak",
-    "run_in_backward",
-    "searches",
-    "settle_backwards",
-    "synchronize",
-]
-
 
 class Generator(Protocol):
     """Random generator whose state can be read and set."""

@@ -20,8 +20,6 @@ from torch import nn
 
 from rotor._pytorch import core
 
-__all__ = ["Draws", "cached_draws_refused", "generators", "is_random", "state_of", "tensor_of"]
-
 
 def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an operator draws random numbers of PyTorch's."""

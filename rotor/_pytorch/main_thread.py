@@ -10,8 +10,6 @@ import torch
 
 from rotor import _core
 
-__all__ = ["at_return_of_backward", "call_soon", "is_current"]
-
 logger = logging.getLogger("rotor")
 
 

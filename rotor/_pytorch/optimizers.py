@@ -15,8 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rotor._pytorch import core
 
-__all__ = ["ASSUMED", "coming_bytes", "find", "made_bytes", "number_of_changes", "watch"]
-
 ASSUMED = ("Adam", 2)
 """Optimizer that is assumed before one is seen, and its states per parameter."""
 

@@ -1,27 +1,219 @@
-"""Settings of dynamo while it captures code that logs, prints or marks its inputs."""
+"""Settings of dynamo while it captures code that logs, prints, branches or marks its inputs.
+
+What captured code says is said in each call, after the graph has run. Dynamo would say it once, or
+in no call at all.
+
+Dynamo traces without values and refuses every branch on a tensor. The value of one that is made of
+numbers alone, such as a comparison of positions, is the same in each call.
+"""
 
 from __future__ import annotations
 
+import dis
+import functools
 import importlib
 import logging
+import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial, partialmethod
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rotor._pytorch import asked_gradients, captures
-from rotor._pytorch.constant_branches import constant_branches
+from rotor._pytorch import captures, core
+from rotor._pytorch import captures as asked_gradients
 from rotor._pytorch.draws import Draws, cached_draws_refused
-from rotor._pytorch.said import SAYING, said_later
 from rotor._pytorch.scripts import functions_run_whole
 
-__all__ = ["Branches", "CapturingAgain", "capturing"]
+_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+SAYING: frozenset[Any] = frozenset(
+    {print, warnings.warn, *(getattr(logging, name) for name in _LEVELS)}
+)
+"""Functions that say something."""
+_ASKED = ("isEnabledFor", "getEffectiveLevel", "hasHandlers")
+_RETURNING = ("getChild", "makeRecord", "findCaller", "filter")
+
+
+@contextmanager
+def said_later() -> Iterator[None]:
+    """Have code that is captured in the context say all it has to after its graph."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
+
+    functions: Any = DebuggingVariable
+    loggers: Any = LoggingLoggerVariable
+    call_function, call_method = functions.call_function, loggers.call_method
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        is_warning = self.value is warnings.warn
+        said = _say(tx, _warning(tx, kwargs) if is_warning else self.value, args, kwargs)
+        return said or call_function(self, tx, args, kwargs)
+
+    def method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        logger = self.value
+        if name in _ASKED:
+            return ConstantVariable.create(
+                getattr(logger, name)(*(arg.as_python_constant() for arg in args))
+            )
+        if self.source is not None:
+            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+        level = getattr(logging, name.partition("_")[0].upper(), logging.CRITICAL)
+        if name == "log" and args and args[0].is_python_constant():
+            level = args[0].as_python_constant()
+        is_heard = logger.isEnabledFor(level)
+        if is_heard or not any(isinstance(arg, TensorVariable) for arg in args):
+            said = name not in _RETURNING and _say(tx, getattr(logger, name), args, kwargs)
+            if said or is_heard:
+                return said or call_method(self, tx, name, args, kwargs)
+        return ConstantVariable.create(None)
+
+    functions.call_function, loggers.call_method = call, method
+    try:
+        yield
+    finally:
+        functions.call_function, loggers.call_method = call_function, call_method
+
+
+def _say(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Have a function called after the graph; return the variable of its result, if it can be."""
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
+
+    named = [value for value in kwargs.values() if not value.is_python_constant()]
+    others = [a for a in args if not (a.is_python_constant() or isinstance(a, TensorVariable))]
+    if named or not all(isinstance(one, StringFormatVariable) for one in others):
+        return None
+    constants = {key: value.as_python_constant() for key, value in kwargs.items()}
+    positions = [k for k, arg in enumerate(args) if arg.is_python_constant()]
+    fixed = {k: args[k].as_python_constant() for k in positions}
+    said = functools.partial(_call, function, len(args), fixed, constants)
+    source = GlobalSource(tx.output.install_global("__said", said))
+    rest = [_value_now(tx, arg) for k, arg in enumerate(args) if k not in fixed]
+    # Dynamo emits the messages of the outermost function only.
+    tx.output.root_tx.debug_locals.append((DebuggingVariable(said, source=source), rest))
+    return ConstantVariable.create(None)
+
+
+def _call(function: Any, count: int, fixed: Any, constants: Any, *values: Any) -> None:
+    rest = iter(values)
+    function(*(fixed[k] if k in fixed else next(rest) for k in range(count)), **constants)
+
+
+def _value_now(tx: Any, arg: Any) -> Any:
+    """Return a tensor as it is now: its code may write to it before the graph ends."""
+    from torch._dynamo.variables import TensorVariable
+
+    if not isinstance(arg, TensorVariable):
+        return arg
+    return arg.call_method(tx, "detach", [], {}).call_method(tx, "clone", [], {})
+
+
+def _warning(tx: Any, kwargs: Any) -> Any:
+    """Return a function that warns at the place of the code that is being captured."""
+    level = kwargs["stacklevel"].as_python_constant() if "stacklevel" in kwargs else 1
+    for _ in range(level - 1):
+        tx = tx.parent or tx
+    name = tx.f_globals.get("__name__", "<unknown>")
+    return functools.partial(_warn, tx.f_code.co_filename, tx.lineno or 1, name)
+
+
+def _warn(
+    filename: str, line: int, module: str, message: Any, category: Any = None, *_: Any, **__: Any
+) -> None:
+    known = vars(sys.modules[module]) if module in sys.modules else {}
+    registry = known.setdefault("__warningregistry__", {})
+    kind = type(message) if isinstance(message, Warning) else category or UserWarning
+    warnings.warn_explicit(message, kind, filename, line, module, registry)
+
+
+core.check(("utils._python_dispatch._disable_current_modes",))
+
+_JUMPS = [n for name, n in dis.opmap.items() if name.startswith("POP_JUMP") and "NONE" not in name]
+
+
+class _Varies(Exception):
+    """Signal that a value differs from call to call."""
+
+
+class _Repeats(_python_dispatch.TorchDispatchMode):
+    """Context in which operators whose results vary raise `_Varies`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator."""
+        if torch.Tag.nondeterministic_seeded in operator.tags or "empty" in str(operator):
+            raise _Varies
+        return operator(*args, **(kwargs or {}))
+
+
+def _value(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """Return the value of a node that depends on no input; raise `_Varies` if there is none."""
+    if node not in known:
+        args, kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs),
+            lambda arg: _value(arg, known) if isinstance(arg, fx.Node) else arg,
+        )
+        if node.op == "call_method":
+            known[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_function":
+            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        else:
+            raise _Varies
+    return known[node]
+
+
+def _truth(node: fx.Node) -> bool | None:
+    """Return the truth of a node's value; ``None`` if it depends on an input."""
+    with _python_dispatch._disable_current_modes(), torch.no_grad(), _Repeats():
+        try:
+            return bool(_value(node, {}))
+        except (_Varies, RuntimeError, TypeError):
+            return None
+
+
+@contextmanager
+def constant_branches() -> Iterator[None]:
+    """Have dynamo take branches on tensors that depend on no input."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+
+    def taken(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def run(tx: Any, instruction: Any) -> None:
+            condition = tx.stack[-1]
+            if isinstance(condition, TensorVariable):
+                truth = _truth(condition.as_proxy().node)
+                if truth is not None:
+                    tx.stack[-1] = ConstantVariable.create(truth)
+            jump(tx, instruction)
+
+        return run
+
+    kinds: list[Any] = [InstructionTranslatorBase]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    kept = [(kind.dispatch_table, list(kind.dispatch_table)) for kind in kinds]
+    for table, before in kept:
+        for opcode in _JUMPS:
+            table[opcode] = before[opcode] and taken(before[opcode])
+    try:
+        yield
+    finally:
+        for table, before in kept:
+            table[:] = before
 
 
 class Branches:

@@ -16,21 +16,6 @@ from torch import fx, nn
 
 from rotor._pytorch import core
 
-__all__ = [
-    "Refused",
-    "difference",
-    "guarded_names",
-    "is_plain_module",
-    "is_watched",
-    "layout",
-    "layout_check",
-    "mode_check",
-    "reads_gradients",
-    "scope",
-    "signature",
-    "within",
-]
-
 
 class Refused(Exception):
     """Signal that a call cannot be one node."""

@@ -20,22 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from rotor._pytorch import captures, core
 from rotor._pytorch import region_guards as guards
 
-__all__ = [
-    "MARK",
-    "PATH",
-    "Call",
-    "Template",
-    "Tracing",
-    "alike",
-    "is_available",
-    "is_backward",
-    "is_plain",
-    "joint_graph",
-    "on_storage",
-    "regions",
-    "stand_in",
-]
-
 MARK = "rotor_call"
 """Key of the identifier of a call in the data of its node."""
 

@@ -25,8 +25,6 @@ from rotor._pytorch.casts import autocast_dtypes
 from rotor._pytorch.draws import is_random
 from rotor.errors import CaptureError
 
-__all__ = ["StandIn", "functions_run_whole", "refused", "runs_script", "script_slots", "stood_in"]
-
 _LIBRARY = torch.library.Library("rotor_script", "FRAGMENT")
 _LIBRARY.define("run(str call, Tensor[] tensors) -> Tensor[]")
 _LIBRARY.define("gradients(str call, Tensor[] tensors, Tensor?[] tangents) -> Tensor[]")

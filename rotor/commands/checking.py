@@ -18,8 +18,6 @@ from rotor.meter import allocator
 from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["checked", "settings_of"]
-
 _STEPS = 4
 _WIDTH = 256
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from rotor.fit.distributions import lengths_of
 
-__all__ = ["check_model", "parse_argument", "parse_input"]
-
 _LONGEST = 1 << 40
 _LOSSES = ("cross_entropy", "mse", "sum")
 _WHOLE = re.compile(r"(torch\.)?(u?int(8|16|32|64)?|long|short)")

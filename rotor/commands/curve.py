@@ -30,7 +30,6 @@ from rotor.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["CurveFacts", "add", "check_plot", "curve_text"]
 
 _ROOM = 2
 _POINTS = 16

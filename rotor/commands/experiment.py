@@ -24,8 +24,6 @@ from rotor.commands import (
 )
 from rotor.experiments.cells import usable_cpus
 
-__all__ = ["add"]
-
 _LOG_EXPERIMENTS = ("pareto", "ablation", "banishing", "accesses", "static")
 _DESCRIBED = {
     "pareto": "seven heuristics against memory",

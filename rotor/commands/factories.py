@@ -21,7 +21,7 @@ from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
-from rotor.engines.graph.recorded import Profile
+from rotor.engines.graph.costs.recorded import Profile
 from rotor.graph.graph import Graph
 from rotor.graph.program import simulate
 from rotor.wrapper.checkpointable import Checkpointable

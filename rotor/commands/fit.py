@@ -18,8 +18,6 @@ from rotor.commands.model import (
     within_total,
 )
 
-__all__ = ["add"]
-
 
 def add(commands: Any) -> None:
     """Add ``fit`` to the commands of a parser."""
@@ -99,7 +97,8 @@ def _fit(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
     options |= subject.offload
     if arguments.lengths is not None:
-        from rotor.fit.lengths import cost_of_lengths, lengths_of
+        from rotor.fit.distributions import lengths_of
+        from rotor.fit.lengths import cost_of_lengths
 
         cost = cost_of_lengths(
             subject.model,

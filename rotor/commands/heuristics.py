@@ -8,8 +8,6 @@ from typing import Any
 from rotor.commands import add_output, columns, say, write_command_json
 from rotor.simrd import heuristics, runtimes
 
-__all__ = ["add"]
-
 
 def add(commands: Any) -> None:
     """Add ``heuristics`` to the commands of a parser."""

@@ -9,8 +9,6 @@ import rotor
 from rotor.commands import add_output, columns, environment, give
 from rotor.units import format_bytes
 
-__all__ = ["add"]
-
 _LIMITS = {
     "cgroup_limit_bytes": "control group",
     "address_space_limit_bytes": "address space (ulimit -v)",

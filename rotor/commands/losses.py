@@ -12,8 +12,6 @@ from rotor.commands import factories
 from rotor.common.tensor_trees import output_tensors
 from rotor.fit import batches
 
-__all__ = ["has_own_loss", "likely_loss", "loss_of"]
-
 
 def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
     """Return the loss of a name: a function of the model's output alone.

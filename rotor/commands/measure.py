@@ -11,8 +11,6 @@ from rotor.commands.model import Subject, add_model, add_profile, wrapped
 from rotor.report.text import table
 from rotor.units import exact_bytes, format_bytes, format_seconds
 
-__all__ = ["add", "chain_text", "graph_text"]
-
 _MOST = 25
 
 

@@ -13,18 +13,6 @@ from rotor.units import parse_bytes
 if TYPE_CHECKING:
     from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = [
-    "LIMIT",
-    "UNKNOWN",
-    "Subject",
-    "add_model",
-    "add_profile",
-    "add_total",
-    "limit_of",
-    "total_of",
-    "within_total",
-    "wrapped",
-]
 
 LIMIT = 'such as 700MiB, "8 GB", 1e9 or, of what is free on the device, 50%%'
 """Forms of ``--limit``, for its help."""

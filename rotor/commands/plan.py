@@ -21,8 +21,6 @@ from rotor.commands.model import (
 )
 from rotor.units import exact_bytes, format_bytes, format_seconds
 
-__all__ = ["add"]
-
 
 def add(commands: Any) -> None:
     """Add ``plan`` to the commands of a parser."""

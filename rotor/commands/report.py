@@ -27,8 +27,6 @@ from rotor.report.text import table
 from rotor.report.tracing import write_program_trace, write_sequence_trace
 from rotor.units import format_bytes, format_seconds
 
-__all__ = ["add"]
-
 _PROGRAM, _SEQUENCE, _GRAPH = "rotor.program", "rotor.sequence", "rotor.graph"
 _CHAIN, _CURVE = "rotor.chain", "rotor.curve"
 _FORMATS = (_PROGRAM, _SEQUENCE, _GRAPH, _CHAIN, _CURVE)

@@ -9,8 +9,6 @@ from typing import Any
 from rotor.commands import examples
 from rotor.commands.model import LIMIT, add_total, limit_of, total_of
 
-__all__ = ["add"]
-
 
 def add(commands: Any) -> None:
     """Add ``run`` to the commands of a parser."""

@@ -16,8 +16,6 @@ from rotor.fit.steps import LimitedSteps, seconds_of
 from rotor.meter import allocator
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["limited_steps", "plain_step", "set_aside_bytes"]
-
 
 def _step_of(subject: Subject, model: Any) -> Callable[[], None]:
     args, kwargs = sample_call(subject.sample, is_one=subject.is_one)

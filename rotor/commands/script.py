@@ -34,8 +34,6 @@ from rotor.units import format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.outermost import OutermostCalls, unwrapped
 
-__all__ = ["run"]
-
 _FAILED, _USAGE = 1, 2
 _OWN = str(Path(__file__).resolve().parents[1])
 

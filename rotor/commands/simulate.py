@@ -17,8 +17,6 @@ from rotor.simrd.results import EVENT_KINDS, Result
 from rotor.simrd.simulate import simulate
 from rotor.units import format_bytes, format_seconds
 
-__all__ = ["add"]
-
 _MOST_STATS = 10
 
 

@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["PLANNING", "Executor", "Job", "Stopped", "Threads", "Work", "checked_planning"]
-
 PLANNING = ("background", "before")
 """Accepted values of ``planning=``."""
 

@@ -13,16 +13,17 @@ import base64
 import hashlib
 import json
 import logging
+import marshal
 import os
 import stat
 import sys
 import tempfile
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
-__all__ = ["directory", "is_whole", "load", "load_bytes", "sealed", "store", "store_bytes"]
-
 logger = logging.getLogger("rotor")
+
 _VERSION = 1
 
 _LARGEST_FILE = 1 << 26
@@ -171,3 +172,27 @@ def store_bytes(kind: str, environment: str, content: bytes) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         logger.info("old files of the cache %s were not dropped: %s", where, error)
+
+
+_KIND = "code"
+_LEAST_CHARACTERS = 10_000
+"""Length of a source below which compiling takes less time than reading the file."""
+
+_DIGITS = 24
+
+
+def compiled(source: str) -> CodeType:
+    """Return the code of a module's source; its filename is ``<rotor program ...>``."""
+    text = f"{sys.implementation.cache_tag} {sys.hexversion} {sys.flags.optimize}\n{source}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    filename = f"<rotor program {digest[:_DIGITS]}>"
+    if len(source) < _LEAST_CHARACTERS:
+        return compile(source, filename, "exec")
+    kept = load_bytes(_KIND, digest)
+    if kept is not None:
+        # The content is undamaged and has this digest, so this version of Python has written it.
+        code: CodeType = marshal.loads(kept)
+        return code
+    code = compile(source, filename, "exec")
+    store_bytes(_KIND, digest, marshal.dumps(code))
+    return code

@@ -10,23 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core, modes
-from rotor.common.generators import autocast_of
+from rotor._pytorch import core
+from rotor._pytorch import traces as modes
+from rotor.common.modes import autocast_of
 from rotor.common.tensor_trees import output_tensors
-
-__all__ = [
-    "NO_TARGETS",
-    "PlainValues",
-    "Reads",
-    "call_signature",
-    "flattened_call",
-    "is_plain_value",
-    "leaf_expressions",
-    "leaf_signature",
-    "mode_signature",
-    "sample_call",
-    "targets_of",
-]
 
 _PLAIN_LEAVES = {torch.Tensor, nn.Parameter, bool, int, float, str, type(None)}
 _VALUES = (

@@ -20,23 +20,6 @@ from rotor._pytorch import core as _torch
 from rotor.common.accounting import has_room_for_proofs
 from rotor.errors import RecomputationError
 
-__all__ = [
-    "EMPTY_OPERATORS",
-    "NO_ROOM",
-    "PARTLY_WRITTEN",
-    "UNSPECIFIED_OUTPUTS",
-    "VERIFIED_STEPS",
-    "Mismatch",
-    "Proof",
-    "Proved",
-    "checked_verify",
-    "checksum",
-    "has_room",
-    "is_verified",
-    "proof_bytes",
-    "recomputation_error",
-]
-
 VERIFIED_STEPS = 3
 """Planned steps of every plan that ``verify="first"`` verifies."""
 

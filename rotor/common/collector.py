@@ -10,8 +10,6 @@ import gc
 import threading
 from typing import Self
 
-__all__ = ["CollectorPause"]
-
 _lock = threading.Lock()
 _pauses: set[CollectorPause] = set()
 _was_enabled = False

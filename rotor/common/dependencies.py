@@ -17,12 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor._pytorch import core, modes
+from rotor._pytorch import core
+from rotor._pytorch import traces as modes
 from rotor.common.module_state import Watch, is_library, is_same, is_scalar
 from rotor.common.places import MISSING, Attribute, Contents, Entry, Place
 from rotor.errors import RecomputationError
-
-__all__ = ["Dependencies", "Record"]
 
 _MOST_ITEMS = 1_000
 """Number of items above which a container is known by its identity and length alone."""

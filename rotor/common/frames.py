@@ -16,8 +16,6 @@ from torch import nn
 
 from rotor.errors import InfeasibleError
 
-__all__ = ["fold", "release", "reported", "warn_caller"]
-
 FULL = "ROTOR_FULL_TRACEBACK"
 """Environment variable that keeps tracebacks whole."""
 

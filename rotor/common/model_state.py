@@ -12,11 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rotor import _core
-from rotor._pytorch import backwards, core, fsdp, modes
+from rotor._pytorch import backwards, core, fsdp
+from rotor._pytorch import traces as modes
 from rotor.common.rerun import Rerun, Unit
-
-__all__ = ["ModelState", "refuse_sharded", "refuse_unsuited_modules"]
-
 
 _values_of = methodcaller("values")
 

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.hook_values import global_names
 from rotor.common.places import (
     LRU_CACHE,
     MISSING,
@@ -35,12 +34,11 @@ from rotor.common.places import (
     Inner,
     Place,
     copied,
+    global_names,
     numpy_module,
     state_of,
 )
 from rotor.common.streams import is_file
-
-__all__ = ["Watch", "is_library", "is_same", "is_scalar"]
 
 _Identities = Collection[tuple[int, Any]] | None
 

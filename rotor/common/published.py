@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 from rotor.common.frames import warn_caller
 
-__all__ = ["WithoutCounterpart", "warn_of_ignored"]
-
 
 class WithoutCounterpart:
     """Published class that rotor has no counterpart of: making one raises NotImplementedError."""

@@ -23,8 +23,6 @@ from torch import distributed
 from rotor._pytorch import core, devices
 from rotor.units import format_bytes
 
-__all__ = ["RankError", "Ranks", "digest", "sharers"]
-
 logger = logging.getLogger("rotor")
 
 T = TypeVar("T")

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["is_file", "silence"]
-
 _HEARD = ("rotor", "torch")
 """Loggers whose messages stay, for they hold for the user's steps too."""
 _FILES: Any = io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom | io.FileIO

@@ -1,4 +1,4 @@
-"""Tensors that stand in for others, in the caller's own containers.
+"""Stand-ins: for tensors in the caller's containers, for forwards, for objects.
 
 A call that writes to a dictionary, a list or an object of its caller's must be given this object,
 not a copy: so tensors are exchanged within such containers, and exchanged back when the call ends.
@@ -7,17 +7,132 @@ Values that a call returns, or keeps in attributes, are recognised by their cont
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import CellType, FrameType
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from rotor._pytorch import core
 
-__all__ = ["exchanged", "substituted"]
+
+class PatchedForwards:
+    """Context, entered once, in which modules run a replacement of their forward.
+
+    `make` returns the replacement for a module and its forward; no module may come twice.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], make: Callable[[nn.Module, Any], Callable[..., Any]]
+    ) -> None:
+        self._own = [(m, m.__dict__.get("forward")) for m in modules]
+        self._new = {id(m): (m, make(m, m.forward), own) for m, own in self._own}
+
+    def __enter__(self) -> Self:
+        for module, replacement, _ in self._new.values():
+            module.__dict__["forward"] = replacement
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, own in self._own:
+            _restore(module, own)
+        # The replacements would keep what refers to this context, such as a meter.
+        self._new.clear()
+
+    @contextmanager
+    def paused(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Restore the forward of one of the modules, or of all, in the context."""
+        patched = list(self._new.values()) if module is None else [self._new[id(module)]]
+        for one, _, own in patched:
+            _restore(one, own)
+        try:
+            yield
+        finally:
+            for one, replacement, _ in patched:
+                one.__dict__["forward"] = replacement
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
+
+
+def replace_references(
+    found: Sequence[Any], given: Mapping[int, Any], skipped: Container[int]
+) -> None:
+    """Replace objects in containers, attributes, variables of closures and globals.
+
+    This looks at all objects that the garbage collector knows, other than containers whose ``id``
+    is in `skipped`. Local variables of frames that run, and memory of extensions, keep what they
+    refer to. `given` holds the substitutes of the objects in `found`, by ``id``.
+    """
+    # What is frozen is not found; freezing again would keep garbage that was made since.
+    gc.unfreeze()
+    while found:
+        made: dict[int, Any] = {}
+        holders = []
+        for holder in gc.get_referrers(*found):
+            if holder is found or id(holder) in skipped or isinstance(holder, FrameType):
+                continue
+            if isinstance(holder, tuple | frozenset):
+                made[id(holder)] = _copy(holder, given)
+                holders.append(holder)
+            else:
+                _replace_in(holder, given)
+        found, given = holders, made
+
+
+def _copy(holder: Any, given: Mapping[int, Any]) -> Any:
+    items = [given.get(id(item), item) for item in holder]
+    base = tuple if isinstance(holder, tuple) else frozenset
+    return base.__new__(type(holder), items)
+
+
+def _replace_in(holder: Any, given: Mapping[int, Any]) -> None:
+    if isinstance(holder, dict):
+        for key in [key for key, item in holder.items() if id(item) in given]:
+            _set_item(holder, key, given[id(holder[key])])
+    elif isinstance(holder, list | deque):
+        for k, item in enumerate(holder):
+            if id(item) in given:
+                holder[k] = given[id(item)]
+    elif isinstance(holder, set):
+        for item in [item for item in holder if id(item) in given]:
+            holder.remove(item)
+            holder.add(given[id(item)])
+    elif isinstance(holder, CellType):
+        holder.cell_contents = given[id(holder.cell_contents)]
+    elif not isinstance(holder, type):
+        if hasattr(holder, "__dict__"):
+            _replace_in(vars(holder), given)
+        for name in _slots(type(holder)):
+            item = getattr(holder, name, None)
+            if id(item) in given:
+                object.__setattr__(holder, name, given[id(item)])
+
+
+def _set_item(holder: dict[Any, Any], key: Any, value: Any) -> None:
+    # PyTorch and Python know attributes of a class by more than its dictionary.
+    owners = gc.get_referrers(holder) if "__module__" in holder else []
+    for owner in owners:
+        if isinstance(owner, type) and vars(owner).get(key) is holder[key]:
+            setattr(owner, key, value)
+            return
+    holder[key] = value
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found.extend([slots] if isinstance(slots, str) else slots)
+    return found
 
 
 @contextmanager

@@ -21,23 +21,9 @@ from torch import nn
 
 from rotor._pytorch import backwards, core, traces
 from rotor._pytorch.draws import generators, state_of
-from rotor.common.generators import RngTracker
+from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.streams import silence
-
-__all__ = [
-    "Trial",
-    "Untriable",
-    "buffers_copied",
-    "copied_arguments",
-    "generators_kept",
-    "gradients_aside",
-    "random_states",
-    "random_states_kept",
-    "training_flags_kept",
-    "trial",
-    "values_kept",
-]
 
 _MOST_OBJECTS = 100_000
 _SHARED = (

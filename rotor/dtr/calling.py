@@ -14,8 +14,6 @@ from torch.nn.modules.module import (
 
 from rotor import _core
 
-__all__ = ["ModulePaths"]
-
 
 class ModulePaths:
     """A context that tells a handler the path of the module that runs in this thread.

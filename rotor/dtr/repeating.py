@@ -28,8 +28,6 @@ from rotor.dtr.operators import Operator
 from rotor.dtr.records import filled_memory
 from rotor.errors import RecomputationError
 
-__all__ = ["Verifier", "known_repeats", "repeats", "verifying_bytes"]
-
 _known: dict[Any, bool] = {}
 _unwritten: set[tuple[str, int]] = set()
 """Results of operators, by their numbers, that were found to be written in part."""

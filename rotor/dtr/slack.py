@@ -6,8 +6,6 @@ import torch
 
 from rotor._pytorch import devices
 
-__all__ = ["Slack"]
-
 _SLACK_BYTES = 1 << 20
 """Most that a caching allocator keeps with a block above 1 MiB."""
 

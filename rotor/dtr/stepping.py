@@ -18,8 +18,6 @@ from rotor.dtr.runtime import Session
 from rotor.dtr.storages import StorageRef
 from rotor.meter.allocator import Segment
 
-__all__ = ["StepSession", "Unknown", "learn_needs"]
-
 Unknown = list[tuple[Needs, int]]
 """Operators whose needs had to be guessed, and the bytes of the generator's state before each."""
 

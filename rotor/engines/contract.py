@@ -27,22 +27,6 @@ from rotor.errors import MemoryLimitWarning
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 from rotor.tier.offload import Offload
 
-__all__ = [
-    "Call",
-    "CannotPlan",
-    "Context",
-    "Engine",
-    "IsPending",
-    "Key",
-    "NothingToPlan",
-    "PlanAgain",
-    "Refusal",
-    "Settings",
-    "StartMeter",
-    "Unsuited",
-    "Verdict",
-]
-
 
 class NothingToPlan(Exception):
     """Absence of gradients: nothing in the call needs one."""

@@ -1,4 +1,9 @@
-"""Lessons of metered steps: rules that engines share."""
+"""Lessons of metered steps, and the reserve for a loss before the first of them.
+
+Before the first step a loss is assumed to need 4 times the output. If no plan fits beside that
+amount, the largest reserve that leaves room for one is taken: the first step is metered, and shows
+the real need of the loss.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rotor.common.accounting import METERED_STEPS
 from rotor.engines.contract import Engine
@@ -15,9 +20,46 @@ from rotor.meter.step_meter import StepBytes
 from rotor.meter.watch import note_peak, warn_excess
 from rotor.units import exact_bytes, format_bytes
 
-__all__ = ["MeteredEngine", "confirmed"]
-
 logger = logging.getLogger("rotor")
+
+_MOST_TRIES = 4
+
+P = TypeVar("P")
+
+
+def plan_with_guess(
+    plan_with: Callable[[int], P], guess_bytes: int, limit_bytes: int, least_bytes: int = 0
+) -> tuple[P, int]:
+    """Return a plan beside the largest reserve for the loss that leaves room, and the reserve.
+
+    `plan_with` makes a plan beside a reserve, which is at most `guess_bytes`. Raises
+    InfeasibleError if no plan fits beside `least_bytes`; its ``minimum_bytes`` is the need of one
+    beside them.
+    """
+    reserve = max(guess_bytes, least_bytes)
+    for _ in range(_MOST_TRIES):
+        try:
+            plan = plan_with(reserve)
+        except InfeasibleError as error:
+            if reserve == least_bytes:
+                raise
+            # At the loss the whole reserve counts: the peak falls by as much as the reserve.
+            over = max(error.minimum_bytes - limit_bytes, 1)
+            reserve = max(reserve - over, least_bytes)
+            continue
+        break
+    else:
+        reserve = least_bytes
+        plan = plan_with(reserve)
+    if reserve < guess_bytes:
+        logger.info(
+            "the loss is assumed to need %s, of which %s fit in the limit of %s beside a plan: the "
+            "first step shows what it needs",
+            format_bytes(guess_bytes),
+            format_bytes(reserve),
+            format_bytes(limit_bytes),
+        )
+    return plan, reserve
 
 
 def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | None:

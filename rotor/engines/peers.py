@@ -10,8 +10,6 @@ import torch
 from rotor.common.ranks import RankError, Ranks, digest
 from rotor.meter import allocator
 
-__all__ = ["Alone", "Peers", "SharingRanks"]
-
 _FAILED = 2
 
 

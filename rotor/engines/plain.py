@@ -17,8 +17,6 @@ from rotor.meter.step_meter import Metered, StepBytes
 from rotor.meter.watch import note_peak
 from rotor.units import exact_bytes
 
-__all__ = ["PlainEngine", "PlainPlan"]
-
 
 @dataclass(repr=False)
 class PlainPlan(Metered):

@@ -35,7 +35,7 @@ from rotor.engines.contract import (
     Unsuited,
 )
 from rotor.engines.graph.engine import GraphEngine
-from rotor.engines.parts.block_calls import NoBlocks
+from rotor.engines.parts.blocks import NoBlocks
 from rotor.engines.parts.chained import MeasuredStages
 from rotor.engines.parts.engine import PartsEngine
 from rotor.engines.parts.pieces import Pieces
@@ -46,8 +46,6 @@ from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, StepWatch
 from rotor.report.text import Text, table
 from rotor.units import exact_bytes, format_bytes, format_seconds
-
-__all__ = ["WORTH", "Comparison", "SequentialEngine", "recomputation_of"]
 
 logger = logging.getLogger("rotor")
 

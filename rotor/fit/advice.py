@@ -16,8 +16,6 @@ from rotor.fit.steps import LimitedSteps, has_single_plan, measured_curve
 from rotor.meter.room import Room, step_limit
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["Advice", "advise", "cheap_limit", "device_of_call"]
-
 _CHEAP = (1.10, 1.25, 1.5, 2.0)
 """Slow-downs that a limit may cost, the next where the one before saves next to nothing."""
 _SAVES = 0.95

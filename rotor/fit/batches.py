@@ -21,16 +21,6 @@ from rotor.common.undisturbed import (
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.meter import allocator as memory
 
-__all__ = [
-    "Batch",
-    "batches_of",
-    "device_of",
-    "is_out_of_memory",
-    "step_bytes",
-    "sum_of",
-    "unchanged",
-]
-
 Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 """Arguments, keyword arguments, targets."""
 

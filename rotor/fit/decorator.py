@@ -20,8 +20,6 @@ from rotor.units import exact_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.outermost import OutermostCalls, unwrapped
 
-__all__ = ["fit_batch_size"]
-
 logger = logging.getLogger("rotor")
 
 R = TypeVar("R")

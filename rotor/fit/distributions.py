@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["lengths_of"]
-
 _DRAWN = 1000
 _DISTRIBUTIONS = {"uniform": 2, "normal": 4, "lognormal": 4}
 

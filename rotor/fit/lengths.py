@@ -17,14 +17,11 @@ from rotor._pytorch import core
 from rotor.common.calls import sample_call
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import device_of, is_out_of_memory, step_bytes, sum_of, unchanged
-from rotor.fit.distributions import lengths_of
 from rotor.fit.steps import has_single_plan, seconds_of, settle
 from rotor.meter.room import step_limit
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 from rotor.wrapper.checkpointable import Checkpointable
-
-__all__ = ["LengthCost", "LengthsCost", "cost_of_lengths", "lengths_of"]
 
 
 @dataclass(frozen=True, slots=True)

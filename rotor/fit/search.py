@@ -33,8 +33,6 @@ from rotor.timing import single_runs
 from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["BatchFit", "LargestBatch", "TriedBatch", "largest_batch"]
-
 logger = logging.getLogger("rotor")
 
 MAX_BATCH = 65536

@@ -12,23 +12,13 @@ import torch
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.common.accounting import METERED_STEPS
-from rotor.engines.contract import Verdict
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import is_out_of_memory, step_bytes
 from rotor.graph.program import Program
+from rotor.meter.step_meter import Verdict
 from rotor.timing import measure_ns
 from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
-
-__all__ = [
-    "LimitedSteps",
-    "RanStep",
-    "has_single_plan",
-    "measured_curve",
-    "schedule_of",
-    "seconds_of",
-    "settle",
-]
 
 STEP_SECONDS = 2.0
 _MOST_STEPS = 2 * METERED_STEPS + 1

@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotor.engines.graph.estimate import Machine
-    from rotor.engines.graph.recorded import Profile, save_profile
+    from rotor.engines.graph.costs.estimate import Machine
+    from rotor.engines.graph.costs.recorded import Profile, save_profile
     from rotor.graph.bound import offload_bound
     from rotor.graph.exact import Proof, checkmate
     from rotor.graph.graph import Graph, Operation, Storage
@@ -67,9 +67,9 @@ _LAZY = {
     "plan": "rotor.graph.planner",
     "build": "rotor.wrapper.building",
     "render": "rotor.report.drawing",
-    "Machine": "rotor.engines.graph.estimate",
-    "Profile": "rotor.engines.graph.recorded",
-    "save_profile": "rotor.engines.graph.recorded",
+    "Machine": "rotor.engines.graph.costs.estimate",
+    "Profile": "rotor.engines.graph.costs.recorded",
+    "save_profile": "rotor.engines.graph.costs.recorded",
     "load_program": "rotor.wrapper.planfiles",
     "write_report": "rotor.wrapper.planfiles",
     "Summary": "rotor.graph.summaries",

@@ -25,18 +25,6 @@ from rotor.algorithms.peaks import Peak
 from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes
 
-__all__ = [
-    "Bases",
-    "Option",
-    "Simulation",
-    "choose",
-    "fastest_of",
-    "least_bytes",
-    "peak_of",
-    "simulate",
-    "undominated",
-]
-
 MOST_POINTS = 20_000
 """States kept for one piece; beyond that the choice may miss the optimum, never the limit."""
 

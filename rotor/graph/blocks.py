@@ -17,16 +17,6 @@ from rotor.common.accounting import BLOCK_BYTES
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
 
-__all__ = [
-    "BlockBytes",
-    "PoolBytes",
-    "pool_bytes",
-    "program_bytes",
-    "program_events",
-    "replay",
-    "runs_outside",
-]
-
 
 @dataclass(frozen=True)
 class BlockBytes:

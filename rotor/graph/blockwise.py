@@ -19,8 +19,6 @@ from rotor.graph.peaks import peak_of
 from rotor.graph.program import Program
 from rotor.units import exact_bytes, parse_bytes
 
-__all__ = ["Blocks", "cut", "plan_blocks"]
-
 _NS = 1e9
 
 

@@ -12,8 +12,6 @@ from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.units import parse_bytes
 
-__all__ = ["offload_bound"]
-
 _SCALE = 1e-6
 
 

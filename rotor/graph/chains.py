@@ -14,8 +14,6 @@ from rotor.chain import Chain
 from rotor.graph.graph import FIRST, Graph, Operation, Pinned, Storage
 from rotor.graph.program import Program
 
-__all__ = ["graph_of_chain", "program_of_sequence", "sequence_of_program"]
-
 _NS = 1_000_000_000
 
 

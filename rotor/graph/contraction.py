@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from rotor.graph.graph import Graph, Operation, Storage
 
-__all__ = ["block_of", "blocks", "contract", "forward_part", "places"]
-
 
 def block_of(module: str) -> str:
     """Return the block that a module belongs to, by its path; an empty path is the model itself.

@@ -8,8 +8,6 @@ from rotor.algorithms.peaks import Peak
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 
-__all__ = ["peak_of"]
-
 
 def peak_of(program: Program) -> Peak:
     """Return the operation at the peak of a program, and its bytes in parts that add up to it.

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from rotor import _core
 from rotor.graph.graph import LARGEST, Graph, Operation, Storage, array_of
 
-__all__ = ["Resizing"]
-
 
 class Resizing:
     """Source of graphs of the same operations on storages of other sizes, at other costs.

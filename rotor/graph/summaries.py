@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from rotor.graph.program import Program
 
-__all__ = ["FATES", "Again", "StorageSummary", "Summary", "summarise"]
-
 FATES = ("kept", "dropped", "recomputed", "offloaded", "backward")
 """Treatments of a storage.
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from rotor.graph.program import Program
 
-__all__ = ["Transfer", "Transfers", "transfers_of"]
-
 _NS = 1e9
 
 

@@ -10,8 +10,6 @@ import torch
 from rotor._pytorch import devices
 from rotor.units import exact_bytes
 
-__all__ = ["Reserving"]
-
 _NOISE_BYTES = 1 << 21
 """Change of the allocated bytes before a step that moves no level: a small segment."""
 

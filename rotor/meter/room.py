@@ -15,8 +15,6 @@ from rotor.common.ranks import sharers
 from rotor.meter import allocator
 from rotor.units import format_bytes, parse_bytes
 
-__all__ = ["CARD", "Room", "Sum", "checked_total", "step_limit"]
-
 _MAPPED_BYTES = 1 << 20
 
 CARD = "card"

@@ -12,8 +12,6 @@ from rotor import _core
 from rotor._pytorch.profiler import Column, Events, Mark
 from rotor.common.timeline import Timeline, timeline_of
 
-__all__ = ["END", "FREED", "MARK", "START", "Levels", "Segment", "counted_levels", "levels_of"]
-
 MARK = "rotor.mark."
 FREED = "rotor.freed."
 END = "rotor.end"

@@ -30,18 +30,6 @@ from rotor.meter import allocator as memory
 from rotor.meter.step_meter import Metered, StepBytes, StepMeter
 from rotor.units import exact_bytes
 
-__all__ = [
-    "LevelWatch",
-    "PeakWatch",
-    "is_due",
-    "meter_again",
-    "note_peak",
-    "passing",
-    "sparse_growth",
-    "warn_excess",
-    "warn_sparse",
-]
-
 
 class _Watch:
     """Observer of a step at its marks and at the end of its backward."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-__all__ = ["About", "command_line"]
-
 _NO_COMMANDS = ("", "-c", "-m", "-", "ipykernel_launcher.py", "__mp_main__")
 
 

@@ -10,8 +10,6 @@ from rotor.algorithms.curve import Curve
 from rotor.report.figures import styled
 from rotor.units import format_bytes
 
-__all__ = ["Point", "write_curve"]
-
 _FAR = 2
 _MARKERS = ("s", "^", "D", "v")
 _COLORS = ("#ee6677", "#228833", "#ccbb44", "#aa3377")

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["COLORS", "DotEdge", "DotNode", "dot_source"]
-
 COLORS = {
     "kept": ("#c7e3c9", "#2f7d3a"),
     "offloaded": ("#bfe3e6", "#1f7480"),

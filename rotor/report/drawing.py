@@ -21,7 +21,6 @@ from rotor.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rotor.engines.graph.planned import GraphPlan
 
-__all__ = ["FORMATS", "LEVELS", "render", "to_dot", "write_plan", "write_source"]
 
 FORMATS = ("svg", "pdf", "png", "html", "dot")
 """Formats that `render` writes."""

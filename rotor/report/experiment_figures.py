@@ -13,18 +13,6 @@ from typing import Any
 
 from rotor.report.figures import COLORS, curve_style, gaps, panel_grid, save, shared_legend, styled
 
-__all__ = [
-    "PARTS",
-    "breakdown_grid",
-    "budget_grid",
-    "budget_panels",
-    "profile",
-    "ratio_grid",
-    "ratio_panels",
-    "sweep_panels",
-    "throughput_grid",
-]
-
 PARTS = ("base", "rematerialization", "eviction loop", "cost compute", "unprofiled")
 """Parts of the time of a step, from the bottom of a bar."""
 

@@ -11,19 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
-__all__ = [
-    "COLORS",
-    "DASHES",
-    "FORMATS",
-    "check_formats",
-    "curve_style",
-    "gaps",
-    "panel_grid",
-    "save",
-    "shared_legend",
-    "styled",
-]
-
 FORMATS = ("pdf", "png", "svg")
 """Formats of figures."""
 

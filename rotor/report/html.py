@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rotor.graph.program import Program
     from rotor.graph.summaries import Summary
 
-__all__ = ["chain_page", "graph_page", "measured_page", "plan_page", "sequence_page"]
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _MOST_RECOMPUTED = 25

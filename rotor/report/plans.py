@@ -31,8 +31,6 @@ from rotor.report.text import (
 )
 from rotor.report.tracing import is_trace, write_plan_trace
 
-__all__ = ["VIEWS", "View", "checked_path", "describe", "tabulate", "write"]
-
 
 def _write_chain(plan: Any, path: Path, about: About) -> None:
     path.write_text(chain_page(plan, stage_rows(plan), about), encoding="utf-8")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["plot_timeline"]
-
 _MIB = 2**20
 _MS = 1e3
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from rotor.report.figures import (
     DASHES,
-    FORMATS,
-    check_formats,
     curve_style,
     gaps,
     panel_grid,
@@ -21,17 +19,6 @@ from rotor.report.figures import (
     shared_legend,
     styled,
 )
-
-__all__ = [
-    "FORMATS",
-    "access_grid",
-    "check_formats",
-    "heat_map",
-    "line_figure",
-    "overhead_grid",
-    "static_grid",
-]
-
 
 _FAILURES = {"oom": (":", "out of memory below"), "thrash": ("--", "thrashes below")}
 

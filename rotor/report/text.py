@@ -13,8 +13,8 @@ from rotor.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rotor.engines.chain.plan import Plan
     from rotor.engines.dynamic.plan import DynamicPlan, StepFigures
-    from rotor.engines.graph.inductor import Attempt
-    from rotor.engines.graph.offloading import Layout
+    from rotor.engines.graph.code.inductor import Attempt
+    from rotor.engines.graph.code.offloading import Layout
     from rotor.engines.graph.planned import GraphPlan
     from rotor.engines.parts.offloading import PartsTier
     from rotor.engines.parts.plan import PartsPlan

@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from rotor.graph.program import Program
     from rotor.graph.summaries import Summary
 
-__all__ = [
-    "SUFFIXES",
-    "chain_trace",
-    "graph_trace",
-    "measured_trace",
-    "program_trace",
-    "sequence_trace",
-    "write_trace",
-]
 
 FORMAT = "rotor.trace"
 VERSION = 1

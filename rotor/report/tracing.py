@@ -12,8 +12,6 @@ from rotor.graph.program import Program
 from rotor.graph.summaries import summarise
 from rotor.report import trace
 
-__all__ = ["is_trace", "write_plan_trace", "write_program_trace", "write_sequence_trace"]
-
 
 def is_trace(path: str | os.PathLike[str]) -> bool:
     """Return whether a file name has the ending of a trace."""

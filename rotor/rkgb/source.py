@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from rotor._pytorch import core
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.lowering import Lowered, Value
+from rotor.engines.graph.tracing.lowering import Lowered, Value
 
 __all__ = ["Trace", "argument_names"]
 

@@ -16,9 +16,9 @@ from torch import nn
 from rotor.common.calls import sample_call
 from rotor.common.published import warn_of_ignored
 from rotor.engines.contract import Key, Settings
+from rotor.engines.graph.code.pricing import search
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.pricing import search
 from rotor.errors import InfeasibleError
 from rotor.graph import exact
 from rotor.graph.blockwise import plan_blocks

@@ -17,8 +17,6 @@ from rotor.tier.interface import Tier, Traffic
 from rotor.tier.space import Space
 from rotor.units import exact_bytes
 
-__all__ = ["DiskTier"]
-
 
 @dataclass
 class _Area:

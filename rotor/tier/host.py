@@ -21,8 +21,6 @@ import torch
 
 from rotor.tier.interface import Tier, Traffic
 
-__all__ = ["HostTier"]
-
 _LINE = 256
 _MOST_UNCOUNTED = 512
 """Number of copies and waits whose times are read together, to ask for few events at a time."""

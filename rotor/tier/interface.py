@@ -10,8 +10,6 @@ import torch
 
 from rotor import _core
 
-__all__ = ["Tier", "Traffic"]
-
 _LEAST_BYTES = 1 << 20
 """Bytes each way from which transfers show a speed."""
 

@@ -19,16 +19,6 @@ from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier
 from rotor.units import format_bytes, parse_bytes
 
-__all__ = [
-    "PLANNED_SHARE",
-    "Offload",
-    "UnreachableError",
-    "check_device",
-    "checked_offload",
-    "measure_link",
-    "tier_of",
-]
-
 logger = logging.getLogger("rotor")
 
 PLANNED_SHARE = 0.75

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-__all__ = ["Space"]
-
 
 class Space:
     """Range of bytes in which areas are taken and given back.

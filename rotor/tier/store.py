@@ -14,8 +14,6 @@ from rotor._pytorch import dispatch
 from rotor.tier.interface import Tier, Traffic
 from rotor.tier.offload import PLANNED_SHARE, Offload, check_device
 
-__all__ = ["TierStore"]
-
 _OTHER = 1.5
 
 

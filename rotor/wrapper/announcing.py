@@ -1,21 +1,84 @@
-"""One line about the first plan of a model, and about each plan that took long."""
+"""One line about the first plan of a model and about long planning, at the model's verbosity."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rotor._pytorch import core
-from rotor.common.verbosity import logging_at
-from rotor.engines.graph.record import PlanningRecord
+from rotor.engines.graph.planned import PlanningRecord
 from rotor.units import format_bytes, format_seconds
 
-__all__ = ["Announcer"]
-
 logger = logging.getLogger("rotor")
+
+_lock = threading.Lock()
+_levels: list[int] = []
+_before = logging.NOTSET
+_handler: logging.Handler | None = None
+
+
+@contextmanager
+def logging_at(verbosity: int) -> Iterator[None]:
+    """Log actions (1), also details (2 and more), in the context; 0: only warnings.
+
+    If no handler is installed, messages go to the standard error stream meanwhile.
+    """
+    if verbosity <= 0:
+        yield
+        return
+    level = logging.INFO if verbosity == 1 else logging.DEBUG
+    _begin(level)
+    try:
+        yield
+    finally:
+        _end(level)
+
+
+def _begin(level: int) -> None:
+    global _before, _handler
+    with _lock:
+        if not _levels:
+            _before = logger.level
+            if not logger.hasHandlers():
+                _handler = logging.StreamHandler()
+                logger.addHandler(_handler)
+        _levels.append(level)
+        _set_level()
+
+
+def _end(level: int) -> None:
+    global _handler
+    with _lock:
+        _levels.remove(level)
+        _set_level()
+        if not _levels and _handler is not None:
+            logger.removeHandler(_handler)
+            _handler = None
+
+
+def _set_level() -> None:
+    given = [] if _before == logging.NOTSET and _levels else [_before]
+    logger.setLevel(min([*_levels, *given]))
+
+
+def heard(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that logs at the verbosity of its object."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.verbosity <= 0:
+            return method(self, *args, **kwargs)
+        with logging_at(self.verbosity):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 _LONG_SECONDS = 1.0
 _NOTICED = 0.01
 """Share of a step by which a better plan has to save recomputation to be told of."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.frames import reported
-from rotor.common.generators import RngTracker
+from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.ranks import RankError
 from rotor.common.tensor_trees import output_tensors
@@ -28,8 +28,6 @@ from rotor.errors import InfeasibleError, RecomputationError
 from rotor.meter.allocator import MeterBusyError, storage_bytes
 from rotor.tier.offload import UnreachableError
 from rotor.units import exact_bytes
-
-__all__ = ["TAKEN_OVER", "Attempts"]
 
 TAKEN_OVER = (
     "The dynamic engine keeps the limit: from now on it runs the model, evicts and recomputes "

@@ -14,14 +14,12 @@ from rotor._pytorch import core
 from rotor.common.calls import targets_of
 from rotor.engines.contract import Call, Settings
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.estimate import Machine
-from rotor.engines.graph.pricing import build_graph
-from rotor.engines.graph.recorded import MEASURED, Profile, Source
+from rotor.engines.graph.code.pricing import build_graph
+from rotor.engines.graph.costs.estimate import Machine
+from rotor.engines.graph.costs.recorded import MEASURED, Profile, Source
 from rotor.graph.graph import Graph
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.transparent import TransparentModule
-
-__all__ = ["build", "capture_inputs", "capture_step", "step_graph"]
 
 
 def build(

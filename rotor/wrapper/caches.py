@@ -15,8 +15,6 @@ from torch import nn
 from rotor.engines.contract import Call, Context
 from rotor.units import exact_bytes
 
-__all__ = ["CacheRule"]
-
 _ARGUMENT = "use_cache"
 _GIVEN = ("cache", "past_key_values")
 """Names of a cache among the arguments, in Transformers from 5.24 on and before."""

@@ -17,20 +17,18 @@ from rotor.common.calls import NO_TARGETS, targets_of
 from rotor.common.checksums import checked_verify
 from rotor.common.model_state import refuse_unsuited_modules
 from rotor.common.ranks import Ranks
-from rotor.common.verbosity import heard
 from rotor.engines.contract import Settings
-from rotor.engines.graph.calls import takes_targets
-from rotor.engines.graph.counting import checked_counts
+from rotor.engines.graph.calls import checked_counts, takes_targets
 from rotor.meter import allocator as memory
 from rotor.meter.room import checked_total
 from rotor.tier.interface import Tier
 from rotor.tier.offload import checked_offload
 from rotor.units import parse_bytes
+from rotor.wrapper.announcing import heard
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.registry import ENGINES
 from rotor.wrapper.reporting import ReportingModule
 from rotor.wrapper.setting import (
-    BACKENDS,
     Setting,
     check_backend,
     check_names,
@@ -40,8 +38,6 @@ from rotor.wrapper.setting import (
 )
 from rotor.wrapper.transparent import ShownForward, shown
 from rotor.wrapper.usage_warnings import warn_of_forward
-
-__all__ = ["BACKENDS", "Checkpointable"]
 
 _NOT_COMPILED = (
     "a model with a limit runs its own plan, which torch.compile leaves as it is: "

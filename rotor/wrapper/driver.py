@@ -19,12 +19,11 @@ from torch import nn
 
 from rotor._pytorch import core, devices, fsdp
 from rotor.algorithms.curve import Curve
-from rotor.common.ends import with_views
 from rotor.common.frames import release, warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
 from rotor.common.rerun import STEP
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.tensor_trees import tree_tensors, with_views
 from rotor.common.undisturbed import Untriable, training_flags_kept
 from rotor.engines.contract import (
     Call,
@@ -36,12 +35,11 @@ from rotor.engines.contract import (
     NothingToPlan,
     PlanAgain,
     Settings,
-    Verdict,
 )
 from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter import allocator
-from rotor.meter.step_meter import StepWatch, cancel_running
+from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import TAKEN_OVER, Attempts
@@ -60,8 +58,6 @@ from rotor.wrapper.usage_warnings import (
     warn_of_measuring,
     warn_of_searches,
 )
-
-__all__ = ["Driver"]
 
 
 class Driver:

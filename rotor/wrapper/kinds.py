@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rotor.engines.contract import Context, Key
 
-__all__ = ["unused_kinds"]
-
 _MOST = 64
 _FEWEST = 8
 _SHARE = 100

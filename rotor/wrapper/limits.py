@@ -12,8 +12,6 @@ from rotor.meter import allocator
 from rotor.meter.room import Room
 from rotor.units import exact_bytes
 
-__all__ = ["Limits"]
-
 _MOST_STATES = 4
 """Bytes of an optimizer's states per byte of parameters, at most: more are looked for."""
 

@@ -7,13 +7,11 @@ from typing import Any
 
 from rotor._pytorch import devices
 from rotor.common.accounting import METERED_STEPS
-from rotor.common.verbosity import logging_at
 from rotor.engines.contract import Engine
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch
 from rotor.meter.watch import PeakWatch, is_due, meter_again, passing
-
-__all__ = ["observer_of_step"]
+from rotor.wrapper.announcing import logging_at
 
 
 def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> StepWatch | None:

@@ -7,8 +7,6 @@ from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.sequential import SequentialEngine
 from rotor.wrapper.registry import engines_for
 
-__all__ = ["Order"]
-
 _HOPELESS = 4
 """Number of refused kinds of step after which a model without any graph is captured no more."""
 

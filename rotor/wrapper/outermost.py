@@ -11,8 +11,6 @@ from torch import nn
 
 from rotor._pytorch import core
 
-__all__ = ["OutermostCalls", "unwrapped"]
-
 Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Function of a module, the function that calls it, and the arguments; returns the output."""
 

@@ -10,8 +10,6 @@ from rotor.graph.program import Program
 from rotor.report.drawing import write_plan
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["load_program", "write_report"]
-
 
 def write_report(model: Checkpointable, path: str | os.PathLike[str]) -> Path:
     """Write a page on a model's plan: figures, timeline, operations, most recomputed values.

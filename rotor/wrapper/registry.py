@@ -18,8 +18,6 @@ from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
 from rotor.engines.plain import PlainEngine
 from rotor.engines.sequential import SequentialEngine
 
-__all__ = ["ENGINES", "engines_for"]
-
 
 def _automatic(context: Context) -> list[Engine]:
     """Return the engine that a model suits, and the engines that take over its refusals."""

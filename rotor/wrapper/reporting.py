@@ -16,8 +16,6 @@ from rotor.report.text import Text
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.transparent import TransparentModule
 
-__all__ = ["ReportingModule"]
-
 
 class ReportingModule(TransparentModule):
     """Wrapper that shows its plan as figures, text, page and drawing."""

@@ -12,16 +12,6 @@ from rotor._pytorch import inductor
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.units import parse_bytes
 
-__all__ = [
-    "BACKENDS",
-    "Setting",
-    "check_backend",
-    "check_names",
-    "checked_limit",
-    "checked_loss_bytes",
-    "plan_anew",
-]
-
 BACKENDS = ("fx", "inductor")
 """Accepted values of ``backend=``."""
 

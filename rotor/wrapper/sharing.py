@@ -5,8 +5,6 @@ from __future__ import annotations
 from rotor.common.ranks import RankError, Ranks
 from rotor.engines.contract import Settings
 
-__all__ = ["agree_to_share"]
-
 
 def agree_to_share(ranks: Ranks, settings: Settings, engine: str) -> None:
     """Raise, on every rank, unless all have a model whose plans can be shared.

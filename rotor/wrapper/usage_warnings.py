@@ -17,16 +17,6 @@ from rotor.errors import MemoryLimitWarning
 from rotor.meter.step_meter import cancel_running, is_running
 from rotor.units import exact_bytes
 
-__all__ = [
-    "RerunNotes",
-    "refuse_outer_transforms",
-    "runs_first",
-    "warn_of_checkpointing",
-    "warn_of_forward",
-    "warn_of_later_code",
-    "warn_of_searches",
-]
-
 _LATER = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)
 
 

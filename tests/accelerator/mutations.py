@@ -34,17 +34,17 @@ CONTEXT = "rotor/dtr/context.py"
 BLOCKS = "rotor/engines/graph/captured_step.py"
 LEVEL = "rotor/meter/reserving.py"
 METER = "rotor/meter/allocator.py"
-EMIT = "rotor/engines/graph/emit.py"
+EMIT = "rotor/engines/graph/code/emit.py"
 GRAPH = "tests/devices/test_sim_graph.py -k draws"
 CHAIN = "tests/devices/test_sim_chain.py -k bit_equal"
 DYNAMIC = "tests/devices/test_sim_dynamic.py"
 DEFECTS = "tests/devices/test_sim_defects.py -k "
 FIRST = "tests/devices/test_sim_first_step.py -k "
-POOLING = "rotor/engines/graph/pooling.py"
+POOLING = "rotor/engines/graph/code/pricing.py"
 POOLS = "tests/devices/test_sim_pools.py -k "
 RESERVED = "tests/devices/test_sim_reserved.py -k "
 HOST = "rotor/tier/host.py"
-MOVES = "rotor/engines/graph/moves.py"
+MOVES = "rotor/engines/graph/code/offloading.py"
 TIER = "tests/devices/test_sim_tier.py -k "
 
 MUTATIONS = [
@@ -52,7 +52,7 @@ MUTATIONS = [
              'self.lines.append(f"set_state({replay[1:]}, {replay})")', "pass", GRAPH),
     Mutation("draws after a graph's replay are undisturbed", EMIT,
              'self.lines.append(f"set_state({replay[1:]}, now)")', "pass", GRAPH),
-    Mutation("a chain's replayed draws start from their state", "rotor/common/generators.py",
+    Mutation("a chain's replayed draws start from their state", "rotor/common/modes.py",
              "generator.set_state(state)", "pass", CHAIN),
     Mutation("measuring puts random states back", "rotor/common/undisturbed.py",
              "self._rng.write(self._states)", "pass", "tests/devices/test_sim_chain.py -k draws"),
@@ -108,13 +108,13 @@ MUTATIONS = [
     Mutation("captures are refused", "rotor/wrapper/usage_warnings.py",
              "if devices.is_capturing():",
              "if False:", DEFECTS + "capture"),
-    Mutation("costs depend on flags", "rotor/engines/graph/profile.py",
+    Mutation("costs depend on flags", "rotor/engines/graph/costs/profile.py",
              "dispatch.backend_flags(), ", "", DEFECTS + "flags"),
-    Mutation("no index is made up out of bounds", "rotor/engines/graph/profile.py",
+    Mutation("no index is made up out of bounds", "rotor/engines/graph/costs/profile.py",
              "return (0, 1) if is_safe else (0,)", "return (0, 1)", DEFECTS + "index"),
     Mutation("allocators without counters are refused", METER, "except RuntimeError as error:",
              "except KeyError as error:", DEFECTS + "counters"),
-    Mutation("both threads search before a step", "rotor/engines/graph/profile.py",
+    Mutation("both threads search before a step", "rotor/engines/graph/costs/profile.py",
              "devices.run_in_backward(device, run)", "pass", FIRST + "searched"),
     Mutation("a stage's kernels are chosen in the thread of backwards",
              "rotor/engines/chain/measure.py",
@@ -137,7 +137,7 @@ MUTATIONS = [
     Mutation("levels at marks are the counters'", METER,
              "self._levels.append(devices.allocated_bytes(self.device) - self._base)",
              "self._levels.append(0)", "tests/devices/test_sim_meter.py"),
-    Mutation("the CPU takes no reserved limit", "rotor/engines/graph/counting.py",
+    Mutation("the CPU takes no reserved limit", "rotor/engines/graph/calls.py",
              'if counts == "reserved" and device.type == "cpu":', "if False:",
              "tests/engines/test_counts.py"),
     Mutation("a write to the host waits for the value", HOST,
@@ -167,7 +167,7 @@ MUTATIONS = [
              "return found.copy_(tensor)", "return tensor", POOLS + "outlives"),
     Mutation("what outlives a step is made outside of its pool", EMIT,
              'self.lines.append("pool.leave()")', 'self.lines.append("pass")', POOLS + "outlives"),
-    Mutation("an error leaves the pool", "rotor/engines/graph/emit.py",
+    Mutation("an error leaves the pool", "rotor/engines/graph/code/emit.py",
              '["        pass", "    finally:", "        pool.leave()"]',
              '["        pool.leave()", "    finally:", "        pass"]', POOLS + "failed"),
     Mutation("segments are taken before a step", LEVEL,
@@ -177,7 +177,7 @@ MUTATIONS = [
              POOLS + "goes_with"),
     Mutation("compiled code keeps no pool", POOLING, "weakref.ref(reserving)",
              "(lambda: reserving)", POOLS + "goes_with"),
-    Mutation("a gradient that is delivered leaves the pool", "rotor/engines/graph/emit.py",
+    Mutation("a gradient that is delivered leaves the pool", "rotor/engines/graph/code/emit.py",
              "with self.outside(self.pooling is not None):", "with self.outside(False):",
              POOLS + "added"),
     Mutation("pools are priced", BLOCKS, "(pool or found).reserved_peak_bytes",
@@ -188,7 +188,7 @@ MUTATIONS = [
     Mutation("orders within operations are priced", "rotor/graph/blocks.py",
              "known[-is_second] if known else", "", POOLS + "priced"),
     Mutation("both blocks of one size may be the freed one",
-             "rotor/engines/graph/allocations.py", "for latest in (True, False)",
+             "rotor/engines/graph/costs/allocations.py", "for latest in (True, False)",
              "for latest in (True,)", POOLS + "by_hand"),
     Mutation("a budget counts the slack of blocks", CONTEXT, "session.count_slack()", "pass",
              DEFECTS + "rests"),

@@ -19,7 +19,7 @@ from graph_modules import (
 from torch import nn
 from torch.nn import functional as F
 
-from rotor.engines.graph.ordered import READERS
+from rotor.engines.graph.code.backwards import READERS
 
 DROPS = (0.15, 0.5, 1.0)
 

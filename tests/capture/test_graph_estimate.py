@@ -14,9 +14,9 @@ from torch import fx, nn
 import rotor
 from rotor import graph as rg
 from rotor.common import cache
-from rotor.engines.graph import estimate as est
-from rotor.engines.graph import profile as measuring
-from rotor.engines.graph import recorded
+from rotor.engines.graph.costs import estimate as est
+from rotor.engines.graph.costs import profile as measuring
+from rotor.engines.graph.costs import recorded
 from rotor.wrapper.building import capture_step
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import rotor
 from rotor._pytorch import inductor as _inductor
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
-from rotor.engines.graph.inductor import MOST_ATTEMPTS, Inductor, InductorCode
+from rotor.engines.graph.code.inductor import MOST_ATTEMPTS, Inductor, InductorCode
 
 
 def _compiles() -> str:

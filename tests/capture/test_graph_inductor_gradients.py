@@ -27,10 +27,10 @@ from versions import HANDS_OVER
 import rotor
 from rotor._pytorch import inductor as _inductor
 from rotor.common.accounting import COMPILED_HANDOVERS
-from rotor.engines.graph.early import EarlyCode
-from rotor.engines.graph.handover import with_handovers
-from rotor.engines.graph.inductor import InductorCode
-from rotor.engines.graph.profile import Cost
+from rotor.engines.graph.code.early import EarlyCode
+from rotor.engines.graph.code.handover import with_handovers
+from rotor.engines.graph.code.inductor import InductorCode
+from rotor.engines.graph.costs.profile import Cost
 
 SMALL_BYTES = 2048
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from training import weighted_loss
 
 import rotor
-from rotor.engines.graph import ordered
+from rotor.engines.graph.code import backwards as ordered
 
 
 class Net(nn.Module):

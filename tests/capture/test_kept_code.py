@@ -8,8 +8,9 @@ import os
 
 import pytest
 
-from rotor.common import cache, kept_code
-from rotor.common.kept_code import compiled
+from rotor.common import cache
+from rotor.common import cache as kept_code
+from rotor.common.cache import compiled
 
 SOURCE = "def double(x):\n    return x + x\n" + "# a line\n" * 2_000
 

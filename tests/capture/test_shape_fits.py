@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from rotor.engines.graph.capture import Capture, fresh
-from rotor.engines.graph.fits import Fits, Point
-from rotor.engines.graph.profile import Cost, keys_of
-from rotor.engines.graph.symbols import Sizes, at, origin_values
+from rotor.engines.graph.costs.profile import Cost, keys_of
+from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, origin_values
 
 CPU = torch.device("cpu")
 

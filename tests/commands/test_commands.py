@@ -174,7 +174,7 @@ def test_planning_for_the_machine_of_a_profile(capsys, monkeypatch):
 
     monkeypatch.setattr("rotor.commands.factories.check_forward", runs)
     monkeypatch.setattr("rotor.commands.running.plain_step", runs)
-    monkeypatch.setattr("rotor.engines.graph.profile.measure_ns", runs)
+    monkeypatch.setattr("rotor.engines.graph.costs.profile.measure_ns", runs)
     there = Graph.from_dict(
         data_of(capsys, "measure", *GRAPH, "--profile", "there.json")["measured"]
     )

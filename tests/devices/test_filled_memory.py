@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from unrepeatable import planned, same, sample, step
 
 from rotor.common.checksums import checksum
-from rotor.engines.graph.repeating import is_unspecified
+from rotor.engines.graph.costs.repeating import is_unspecified
 
 WIDTH = 32
 

@@ -10,7 +10,7 @@ from torch import nn
 import rotor
 from rotor import dtr
 from rotor._pytorch import devices
-from rotor.engines.graph.profile import environment_of, wholes_for
+from rotor.engines.graph.costs.profile import environment_of, wholes_for
 from rotor.timing import Clock, measure_ns
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotor
 from rotor._pytorch import inductor as _inductor
-from rotor.engines.graph.early import EarlyCode
+from rotor.engines.graph.code.early import EarlyCode
 
 WIDTH = 32
 

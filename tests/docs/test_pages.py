@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rotor
-from rotor.engines.graph.sources import source_line
+from rotor.engines.graph.tracing.lowering import source_line
 from rotor.graph import graph
 from rotor.report.about import About, command_line
 from rotor.units import format_bytes

@@ -20,9 +20,9 @@ import rotor
 from rotor import memory
 from rotor.common.background import Stopped, Threads
 from rotor.engines.contract import Call
-from rotor.engines.graph import glance as glances
 from rotor.engines.graph import improving
-from rotor.engines.graph.repeating import DIFFERS, UNTESTED
+from rotor.engines.graph.costs import glance as glances
+from rotor.engines.graph.costs.repeating import DIFFERS, UNTESTED
 from rotor.errors import MemoryLimitWarning
 
 

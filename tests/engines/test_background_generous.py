@@ -12,7 +12,7 @@ import rotor
 from rotor import _core
 from rotor.common.background import Threads
 from rotor.engines.graph.capture import Capture
-from rotor.engines.graph.glance import Refinement
+from rotor.engines.graph.costs.glance import Refinement
 
 
 @pytest.fixture

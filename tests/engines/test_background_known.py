@@ -10,8 +10,8 @@ from background_models import Mixed, engine_of, limits, rows, stepped, train
 
 import rotor
 from rotor.common import cache
-from rotor.engines.graph import glance as glances
-from rotor.engines.graph.known import Known
+from rotor.engines.graph.costs import glance as glances
+from rotor.engines.graph.searching import Known
 
 
 @pytest.fixture(autouse=True)

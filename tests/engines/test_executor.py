@@ -11,8 +11,8 @@ from torch import nn
 from training import Result, default_loss, schedules, twins
 
 from rotor.algorithms.sequence import Operation, Sequence
+from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import CheckpointOptim, run_chain
-from rotor.engines.chain.schedule import Schedule
 from rotor.engines.chain.stages import find_stages
 
 NAMES = ["kept", "recompute_all", "halves", "each", "mixed"]

@@ -10,7 +10,8 @@ from torch import nn
 
 import rotor
 from rotor import _core
-from rotor.common import generators, model_state
+from rotor.common import model_state
+from rotor.common import modes as generators
 from rotor.meter import watch
 from rotor.wrapper import metering
 

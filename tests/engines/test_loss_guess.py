@@ -9,7 +9,7 @@ from versions import HANDS_OVER
 
 import rotor
 from rotor.engines.graph.making import make_graph_plan
-from rotor.engines.loss_guess import plan_with_guess
+from rotor.engines.learning import plan_with_guess
 from rotor.errors import InfeasibleError
 
 WIDTH, OUTPUTS, ROWS = 128, 2048, 256

@@ -12,7 +12,7 @@ from unrepeatable import OPERATORS, Stack, operator, planned, runs_of, same, sam
 
 import rotor
 from rotor.common import cache
-from rotor.engines.graph.repeating import is_unspecified
+from rotor.engines.graph.costs.repeating import is_unspecified
 from rotor.errors import MemoryLimitWarning
 from rotor.graph import Machine
 
@@ -76,7 +76,7 @@ def test_what_is_known_of_an_operator_comes_from_the_cache(tmp_path, monkeypatch
     assert UNREPEATABLE in told[0]
     # A table that was written before operations were tested says nothing of that.
     (path,) = tmp_path.glob("profile-*.json")
-    environment = rotor.engines.graph.profile.environment_of(torch.device("cpu"))
+    environment = rotor.engines.graph.costs.profile.environment_of(torch.device("cpu"))
     table = cache.load("profile", environment)
     path.unlink()
     cache.store("profile", environment, {key: row[:-1] for key, row in table.items()})

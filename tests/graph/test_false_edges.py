@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from versions import HANDS_OVER
 
 import rotor
-from rotor.engines.graph import false_edges
+from rotor.engines.graph.tracing import false_edges
 from rotor.graph import lower_bound
 
 aten = torch.ops.aten

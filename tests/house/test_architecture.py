@@ -35,7 +35,7 @@ LAYERS = [
 ]
 # The same within the folder of the engines: what they share comes first.
 ENGINES = [
-    ["contract", "peers", "loss_guess", "learning"],
+    ["contract", "peers", "learning"],
     ["chain", "plain"],
     ["graph"],
     ["dynamic"],
@@ -302,7 +302,7 @@ PRIVATE_IN_TESTS = {
     "engines.test_fixed_cost": ["_core"],
     "commands.test_fitting": ["fit.search"],
     "capture.test_graph_engine": ["_pytorch.core"],
-    "capture.test_graph_estimate": ["engines.graph.estimate", "engines.graph.profile"],
+    "capture.test_graph_estimate": ["engines.graph.costs.estimate", "engines.graph.costs.profile"],
     "capture.test_graph_inductor": ["_pytorch.inductor"],
     "capture.test_graph_inductor_gradients": ["_pytorch.inductor"],
     "wrapper.test_integration_transformers": ["integrations.limited"],

@@ -23,9 +23,9 @@ from rotor.algorithms import Persistent
 from rotor.chain import Chain
 from rotor.engines.chain.plan import Plan
 from rotor.engines.dynamic.plan import DynamicPlan
+from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.pricing import build_graph
 from rotor.engines.parts.plan import PartsPlan
 from rotor.graph import planner
 from rotor.graph.graph import Graph

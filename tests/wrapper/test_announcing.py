@@ -14,7 +14,7 @@ from zoo.models import Tanhs
 
 import rotor
 from rotor.engines.contract import Key
-from rotor.engines.graph.record import PlanningRecord
+from rotor.engines.graph.planned import PlanningRecord
 from rotor.report.text import table
 from rotor.wrapper.announcing import Announcer
 

@@ -17,7 +17,7 @@ from rotor.common import undisturbed
 from rotor.common.collector import CollectorPause
 from rotor.engines.graph import capture
 from rotor.engines.graph.calls import run_once
-from rotor.engines.graph.lowering import lower
+from rotor.engines.graph.tracing.lowering import lower
 
 CPU = torch.device("cpu")
 

@@ -21,20 +21,10 @@ from rotor.common.ranks import RankError, Ranks
 from rotor.common.undisturbed import gradients_aside
 from rotor.engines.chain.measure import Measuring
 from rotor.engines.chain.measures import Inspection, StageMeasure
-from rotor.engines.chain.plan import Plan
-from rotor.engines.chain.schedule import Schedule
+from rotor.engines.chain.plan import Plan, Schedule
 from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
 from rotor.engines.chain.stages import Stage
 from rotor.meter import allocator
-
-__all__ = [
-    "ShardedMeasuring",
-    "joined",
-    "measuring",
-    "plan_once",
-    "share_loss",
-    "with_final_reduce",
-]
 
 _ROUNDS = 5
 _SUMS = ("forward_ns", "record_ns", "backward_ns")

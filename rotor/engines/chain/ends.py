@@ -16,16 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from rotor._pytorch import core
 from rotor.common.tensor_trees import Flags, tree_tensors, with_tensors
 
-__all__ = [
-    "arrived_gradient",
-    "as_inputs",
-    "keeping_nothing",
-    "leaf_flags",
-    "root_of",
-    "source_of",
-    "token_of",
-]
-
 _HANDOFF_BYTES = 16_384
 """Size below which outputs are kept through their backward: a handoff would cost more time."""
 

@@ -23,28 +23,32 @@ from rotor.common.calls import mode_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain import collective
-from rotor.engines.chain.around import Around
 from rotor.engines.chain.fitted import described, inferred
-from rotor.engines.chain.growth import StageWatch, known_growth, stage_watch, watch_output
+from rotor.engines.chain.growth import (
+    StageWatch,
+    known_growth,
+    measured_alike,
+    stage_watch,
+    watch_output,
+    with_other_input,
+)
 from rotor.engines.chain.measure import Measuring, measure
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import Observation
 from rotor.engines.chain.plan import Plan, loss_reserve, make_chain_plan, with_executor
-from rotor.engines.chain.proofs import StepProof
+from rotor.engines.chain.proofs import ShardedProof, StepProof
 from rotor.engines.chain.published import (
     LoadedSequence,
     PublishedChain,
     checked_sequence,
     modules_of,
 )
-from rotor.engines.chain.remeasure import measured_alike, with_other_input
 from rotor.engines.chain.run import Run, run_chain
+from rotor.engines.chain.segments import Around
 from rotor.engines.chain.sharded import ShardedRun, find_sharding
-from rotor.engines.chain.sharded_proofs import ShardedProof
 from rotor.engines.chain.stages import Stage, find_stages, made_gradients, shared_parameters
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter, Unsuited
-from rotor.engines.learning import MeteredEngine, confirmed
-from rotor.engines.loss_guess import plan_with_guess
+from rotor.engines.learning import MeteredEngine, confirmed, plan_with_guess
 from rotor.engines.peers import SharingRanks
 from rotor.errors import InfeasibleError
 from rotor.graph.planner import check_options
@@ -52,8 +56,6 @@ from rotor.meter import allocator
 from rotor.meter.allocator import storage_bytes
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.units import exact_bytes, format_bytes, parse_bytes
-
-__all__ = ["ChainEngine"]
 
 logger = logging.getLogger("rotor")
 

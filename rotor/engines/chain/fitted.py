@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.report.text import Text
 
-__all__ = ["Measured", "between", "described", "inferred"]
-
 _LEAST_SHARE = Fraction(1, 2)
 """Smallest share of a measured size at which the figures measured there are taken as bounds."""
 

@@ -24,16 +24,15 @@ from rotor._pytorch.casts import casts_are_shared
 from rotor.algorithms.sequence import FE, FN, Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
-from rotor.common.generators import autocast_off
+from rotor.common.modes import autocast_off
 from rotor.common.places import Place, Saved, tensors_in
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
 from rotor.common.undisturbed import gradients_aside, trial
-from rotor.engines.chain.alike import TimedStage, structure_of
+from rotor.engines.chain.alike import TimedStage, frozen_prefix, merge_stages, structure_of
 from rotor.engines.chain.measures import Inspection, StageMeasure
-from rotor.engines.chain.merge import frozen_prefix, merge_stages
 from rotor.engines.chain.observe import Observation, copied_buffers, named, observe
+from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import Run
-from rotor.engines.chain.schedule import Schedule
 from rotor.engines.chain.stages import Stage, shared_parameters
 from rotor.meter import allocator
 from rotor.meter.step_meter import check_idle

@@ -13,8 +13,6 @@ from rotor.common.accounting import GENERATOR_BYTES
 from rotor.common.tensor_trees import Flags
 from rotor.engines.chain.stages import Stage
 
-__all__ = ["Inspection", "StageMeasure", "plain_regions"]
-
 
 @dataclass(frozen=True)
 class StageMeasure:

@@ -21,7 +21,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor._pytorch.traces import Writes
 from rotor.common.checksums import checksum
-from rotor.common.generators import RngTracker
+from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.places import Place, Saved, tensors_in
 from rotor.common.tensor_trees import (
@@ -34,16 +34,6 @@ from rotor.common.tensor_trees import (
 from rotor.common.undisturbed import gradients_aside
 from rotor.engines.chain.ends import as_inputs, leaf_flags
 from rotor.engines.chain.stages import Stage
-
-__all__ = [
-    "Observation",
-    "Observer",
-    "copied_buffers",
-    "kept_bytes",
-    "named",
-    "note_state",
-    "observe",
-]
 
 
 @dataclass

@@ -23,8 +23,6 @@ from rotor.errors import InfeasibleError
 from rotor.meter.room import step_limit
 from rotor.units import exact_bytes
 
-__all__ = ["LoadedSequence", "PublishedChain", "checked_sequence", "modules_of"]
-
 Values = tuple[list[float], list[float], list[int], list[int], list[int], list[int]]
 
 

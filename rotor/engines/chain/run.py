@@ -20,8 +20,7 @@ from torch.autograd.function import Function
 from rotor._pytorch import core, devices
 from rotor.algorithms.sequence import FE, FN
 from rotor.common.frames import warn_caller
-from rotor.common.generators import SPLIT_BACKWARD, RngTracker
-from rotor.common.modes import Modes
+from rotor.common.modes import SPLIT_BACKWARD, Modes, RngTracker
 from rotor.common.tensor_trees import (
     Flags,
     check_output,
@@ -33,7 +32,6 @@ from rotor.common.tensor_trees import (
     versions,
     with_tensors,
 )
-from rotor.engines.chain.around import Around
 from rotor.engines.chain.ends import (
     arrived_gradient,
     as_inputs,
@@ -43,8 +41,9 @@ from rotor.engines.chain.ends import (
     source_of,
     token_of,
 )
+from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.proofs import StageProof
-from rotor.engines.chain.schedule import Schedule
+from rotor.engines.chain.segments import Around
 from rotor.engines.chain.snapshot import Snapshot
 from rotor.engines.chain.stages import Stage
 

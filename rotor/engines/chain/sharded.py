@@ -20,12 +20,10 @@ from rotor._pytorch import core, fsdp
 from rotor.algorithms.sequence import FE
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import flagged
+from rotor.engines.chain.proofs import ShardedGradients, ShardedProof
 from rotor.engines.chain.run import Run
-from rotor.engines.chain.sharded_proofs import ShardedGradients, ShardedProof
 from rotor.engines.chain.stages import Stage
 from rotor.meter import allocator
-
-__all__ = ["ShardedRun", "ShardedStage", "Sharding", "find_sharding"]
 
 
 class ShardedStage(Stage):

@@ -17,12 +17,10 @@ import torch
 
 from rotor._pytorch import core
 from rotor._pytorch.backwards import versions_set
-from rotor.common.generators import RngTracker
+from rotor.common.modes import RngTracker
 from rotor.common.places import Saved, tensors_in
 from rotor.engines.chain.stages import Stage
 from rotor.errors import RecomputationError
-
-__all__ = ["Snapshot"]
 
 
 class Snapshot:

@@ -24,8 +24,6 @@ from rotor.meter.watch import note_peak
 from rotor.tier.offload import check_device
 from rotor.units import exact_bytes
 
-__all__ = ["DynamicEngine"]
-
 
 class DynamicEngine(Engine):
     """Steps under a session of `rotor.dtr`.

@@ -28,21 +28,16 @@ from rotor.common.accounting import (
     SCRAPS_BYTES,
 )
 from rotor.common.frames import warn_caller
-from rotor.common.hook_values import hook_places
-from rotor.common.places import tensors_in
-from rotor.common.references import replace_references
+from rotor.common.places import hook_places, tensors_in
 from rotor.common.rerun import Rerun, Surroundings
-from rotor.common.substitutes import exchanged, substituted
+from rotor.common.substitutes import exchanged, replace_references, substituted
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.context import current
 from rotor.dtr.stepping import StepSession
-from rotor.engines.dynamic.additions import Additions, Arrivals
-from rotor.engines.dynamic.undo import Undo
+from rotor.engines.dynamic.additions import Additions, Arrivals, Undo
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
 from rotor.units import exact_bytes
-
-__all__ = ["BudgetedStep"]
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
 

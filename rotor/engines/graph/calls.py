@@ -1,4 +1,8 @@
-"""Calls of a wrapped model: checks of their arguments, and their keys."""
+"""Calls of a wrapped model: checks of their arguments, their keys, and their other branches.
+
+Code may ask whether it is being compiled. A capture answers no, as in plain execution. Where that
+branch cannot be captured the other one is, and is used if both give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,140 @@ import logging
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from rotor.common.tensor_trees import device_of
+from rotor._pytorch import core, devices
+from rotor.common.calls import (
+    PlainValues,
+    flattened_call,
+    is_plain_value,
+    leaf_signature,
+    mode_signature,
+)
+from rotor.common.modes import autocast_off
+from rotor.common.tensor_trees import device_of, output_tensors
 from rotor.common.undisturbed import (
     Trial,
     generators_kept,
     random_states,
     random_states_kept,
+    trial,
 )
+from rotor.engines.contract import Call, Context, Key
+from rotor.engines.graph.capture import Unplanned
+from rotor.engines.graph.tracing.lowering import Lowered
 
 logger = logging.getLogger("rotor")
 
-__all__ = ["check_arguments", "run_once", "takes_targets"]
+COUNTS = ("allocated", "reserved")
+"""Accepted values of ``counts=``."""
+
+
+def checked_counts(counts: str, engine: str, backend: str) -> str:
+    """Return the bytes that a limit counts; raise ValueError if an option does not suit them."""
+    if counts not in COUNTS:
+        raise ValueError(f"unknown counts {counts!r}, expected one of {', '.join(COUNTS)}")
+    if counts == "reserved" and (engine not in ("auto", "graph") or backend != "fx"):
+        given = f'engine="{engine}"' if engine not in ("auto", "graph") else f'backend="{backend}"'
+        raise ValueError(
+            'counts="reserved" needs the order of all allocations before a step runs, which '
+            f'{given} does not have: use engine="graph" and backend="fx", or leave counts at '
+            '"allocated"'
+        )
+    return counts
+
+
+def check_counts(counts: str, device: torch.device) -> None:
+    """Raise ValueError if the allocator of a device reserves nothing that could be counted."""
+    if counts == "reserved" and device.type == "cpu":
+        raise ValueError(
+            'counts="reserved" is for accelerators, and this step runs on the CPU, whose allocator '
+            'reserves no memory: leave counts at "allocated"'
+        )
+
+
+def captured_key(context: Context, call: Call, *, takes_numbers: bool = False) -> Key:
+    """Return the kind of a captured step: its arguments, modes, and flags."""
+    leaves, structure = flattened_call(call.args, call.kwargs, call.targets)
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    device = context.device_of(call) if first is None else first.device
+    kind = devices.type_of(device)
+    if kind == "meta":
+        raise ValueError(
+            "the arguments are meta tensors, which nothing can be trained on: "
+            "rotor.graph.build(model, ..., profile=Machine(...)) and rotor.graph.plan plan "
+            "without values"
+        )
+    check_counts(context.settings.counts, device)
+    required, absent = context.structure.parameter_flags()
+    described, values = [], {}
+    for number, leaf in enumerate(leaves):
+        if is_plain_value(leaf):
+            values[number] = leaf_signature(leaf)
+            described.append(type(leaf))
+        else:
+            described.append(leaf_signature(leaf))
+    plain: Any = tuple(values.items())
+    if values and context.peers.ranks is None:
+        plain = PlainValues(values, context.reads[structure])
+        if takes_numbers:
+            plain.reads.see(plain, leaves)
+    measured = (
+        structure,
+        tuple(described),
+        plain,
+        mode_signature(kind),
+        context.structure.training_flags(),
+        required,
+    )
+    return Key(measured, absent)
+
+
+def gives_plain_outputs(context: Context, found: Unplanned, call: Call) -> bool:
+    """Return whether a captured call gives the outputs of plain execution, bit for bit."""
+    module, device = context.module, context.device_of(call)
+    given = (*call.arguments, call.targets)
+    with torch.no_grad(), trial(module, given, device) as run:
+        with random_states_kept(device), autocast_off(device.type):  # The graph has the casts.
+            made = _outputs(found.captured.lowered, found.primals)
+        args, kwargs, targets = run.arguments
+        plain = context.with_loss(module.forward(*args, **kwargs), targets)
+    others = output_tensors(plain)
+    return bool(made) and all(any(_same(one, other) for other in others) for one in made)
+
+
+def _outputs(lowered: Lowered, primals: list[Any]) -> list[torch.Tensor]:
+    """Return the outputs of a joint graph, whose operations run once and in order."""
+    outputs = [n for n in lowered.outputs[len(lowered.mutated) :] if isinstance(n, fx.Node)]
+    needed, waiting = dict.fromkeys(lowered.primals), list(outputs)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed[node] = None
+            waiting.extend(node.all_input_nodes)
+    known: dict[fx.Node, Any] = dict(zip(lowered.primals, primals, strict=True))
+    left = {node: sum(user in needed for user in node.users) for node in needed}
+    for node in lowered.module.graph.nodes:
+        if node in known or node not in needed:
+            continue
+        if node.op == "get_attr":
+            known[node] = core.attribute(lowered.module, str(node.target))
+            continue
+        arguments = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+        known[node] = node.target(*arguments[0], **arguments[1])
+        for used in node.all_input_nodes:
+            left[used] -= 1
+            if not left[used] and used not in outputs:
+                del known[used]
+    return [known[node] for node in outputs]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or torch.equal(
+        torch.nan_to_num(one, nan=0.5), torch.nan_to_num(other, nan=0.5)
+    )
 
 
 def takes_targets(module: nn.Module) -> bool:

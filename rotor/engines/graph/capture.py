@@ -35,26 +35,23 @@ from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import release, reported
-from rotor.common.generators import SPLIT_BACKWARD
+from rotor.common.modes import SPLIT_BACKWARD
 from rotor.common.rerun import Rerun, attach
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
-from rotor.engines.graph.alike import alike_modules
-from rotor.engines.graph.early import Delivery
-from rotor.engines.graph.effects import drop_tokens
-from rotor.engines.graph.emit import StepCode, saved_primals
-from rotor.engines.graph.false_edges import DEVICES, without_memory
-from rotor.engines.graph.folding import CastOnce, Changed, Folding
-from rotor.engines.graph.inductor import draw_once
-from rotor.engines.graph.lowering import Lowered, lower
-from rotor.engines.graph.numbers import write_numbers
-from rotor.engines.graph.profile import warm_up_scripts
-from rotor.engines.graph.rewrite import as_in_eager
-from rotor.engines.graph.symbols import origin_values
+from rotor.engines.graph.code.early import Delivery
+from rotor.engines.graph.code.emit import StepCode, saved_primals
+from rotor.engines.graph.code.inductor import draw_once
+from rotor.engines.graph.code.numbers import write_numbers
+from rotor.engines.graph.costs.profile import warm_up_scripts
+from rotor.engines.graph.costs.symbols import origin_values
+from rotor.engines.graph.tracing.alike import alike_modules
+from rotor.engines.graph.tracing.false_edges import DEVICES, without_memory
+from rotor.engines.graph.tracing.folding import CastOnce, Changed, Folding
+from rotor.engines.graph.tracing.lowering import Lowered, lower
+from rotor.engines.graph.tracing.rewrite import as_in_eager, drop_tokens
 from rotor.errors import CaptureError
-
-__all__ = ["Capture", "Captured", "NothingToPlan", "Unplanned", "fresh"]
 
 _GRAPH = "rotor's graph"
 _ARGUMENT = re.compile(r"L\['(args|kwargs|targets)'\]")

@@ -18,19 +18,18 @@ from rotor.common.accounting import (
     scalar_bytes,
 )
 from rotor.common.checksums import has_room
-from rotor.engines.graph.actions import runs_among
 from rotor.engines.graph.capture import Capture, Captured
-from rotor.engines.graph.early import EarlyCode, Owners
-from rotor.engines.graph.emit import StepCode, checksums_of, emit
-from rotor.engines.graph.false_edges import DEVICES
-from rotor.engines.graph.handover import with_handovers
-from rotor.engines.graph.inductor import Inductor
-from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.offloading import Layout, layout_of
-from rotor.engines.graph.pooling import Pooling, outliving_storages
-from rotor.engines.graph.pricing import build_graph, sizes_of
-from rotor.engines.graph.profile import Cost
-from rotor.engines.graph.proving import proving_bytes
+from rotor.engines.graph.code.actions import runs_among
+from rotor.engines.graph.code.early import EarlyCode, Owners
+from rotor.engines.graph.code.emit import StepCode, checksums_of, emit
+from rotor.engines.graph.code.handover import with_handovers
+from rotor.engines.graph.code.inductor import Inductor
+from rotor.engines.graph.code.offloading import Layout, layout_of
+from rotor.engines.graph.code.pricing import Pooling, build_graph, outliving_storages, sizes_of
+from rotor.engines.graph.code.proving import proving_bytes
+from rotor.engines.graph.costs.profile import Cost
+from rotor.engines.graph.tracing.false_edges import DEVICES
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.graph.blocks import (
     SMALL_BYTES,
     BlockBytes,
@@ -43,8 +42,6 @@ from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.tier.offload import Offload
-
-__all__ = ["CapturedStep", "executor_bytes"]
 
 
 @dataclass

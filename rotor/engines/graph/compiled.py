@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rotor.engines.contract import Context, Key
+from rotor.engines.graph.code.inductor import Attempt
 from rotor.engines.graph.engine import GraphEngine
-from rotor.engines.graph.inductor import Attempt
 from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.learning import confirmed
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import StepBytes
 from rotor.report.text import attempt_table
 from rotor.units import exact_bytes, format_bytes
-
-__all__ = ["CompiledEngine"]
 
 logger = logging.getLogger("rotor")
 

@@ -27,25 +27,19 @@ from rotor.engines.contract import (
     PlanAgain,
     StartMeter,
 )
-from rotor.engines.graph.branches import gives_plain_outputs
-from rotor.engines.graph.calls import check_arguments, run_once
+from rotor.engines.graph.calls import captured_key, check_arguments, gives_plain_outputs, run_once
 from rotor.engines.graph.capture import Capture, Captured, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.early import owners_of
-from rotor.engines.graph.families import leaf_names
+from rotor.engines.graph.code.early import owners_of
+from rotor.engines.graph.code.pricing import build_graph
+from rotor.engines.graph.code.proving import Tally
+from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
-from rotor.engines.graph.keys import captured_key
-from rotor.engines.graph.link_learning import learn_link
-from rotor.engines.graph.loading import loaded_plan
-from rotor.engines.graph.making import make_graph_plan
-from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
-from rotor.engines.graph.pricing import build_graph
-from rotor.engines.graph.proving import Tally
-from rotor.engines.graph.recorded import MEASURED, price, source_of
+from rotor.engines.graph.making import loaded_plan, make_graph_plan
+from rotor.engines.graph.planned import GraphPlan, learn_link, lower_bound_of, repriced
 from rotor.engines.graph.shape_improving import ShapeImprover
-from rotor.engines.graph.sizing import Sizing, warn_unrepeatable
-from rotor.engines.learning import MeteredEngine
-from rotor.engines.loss_guess import plan_with_guess
+from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
+from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
@@ -54,8 +48,6 @@ from rotor.graph.program import Program
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.tier.offload import check_device
 from rotor.units import format_bytes
-
-__all__ = ["GraphEngine", "check_generator", "warn_unrepeatable"]
 
 logger = logging.getLogger("rotor")
 

@@ -24,28 +24,28 @@ from rotor.common.background import Executor, Job, Threads
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.contract import Call, Context, Key
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.glance import Refinement, glance
-from rotor.engines.graph.known import Kept, Known, options_number
-from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.costs.glance import Refinement, glance
+from rotor.engines.graph.costs.profile import Cost, keys_of
+from rotor.engines.graph.costs.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord
-from rotor.engines.graph.profile import Cost, keys_of
-from rotor.engines.graph.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.engines.graph.searching import (
     LEAST_GAIN,
     MOST_ROUNDS,
     SMALL_GAIN,
+    Kept,
+    Known,
     begun_with,
     exchanged,
     is_fastest,
+    options_number,
     outcome_of,
 )
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
-
-__all__ = ["Improver", "Rough"]
 
 _MEASURING_STEPS = 24
 """Steps within which all operations are measured."""

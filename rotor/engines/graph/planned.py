@@ -1,12 +1,17 @@
-"""Plans of captured graphs: costs, a program under a limit, the functions that run it."""
+"""Plans of captured graphs: costs, a program under a limit, the functions that run it.
+
+A plan with a second tier counts on a speed. Where steps wait for the tier longer than the plan
+says, the speed that they have shown is planned for instead; where the tier is much faster, too.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,16 +19,15 @@ import torch
 from rotor._pytorch import core
 from rotor.common.checksums import NO_ROOM, Proved
 from rotor.common.timeline import PredictedTimeline
-from rotor.engines.graph import marks
-from rotor.engines.graph.actions import renumbered
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.early import EarlyCode, EarlyStep
-from rotor.engines.graph.emit import StepCode, emit
-from rotor.engines.graph.offloading import Layout
-from rotor.engines.graph.pricing import build_graph
-from rotor.engines.graph.proving import Prover, Tally
-from rotor.engines.graph.record import PlanningRecord
-from rotor.engines.graph.repeating import keep_from_now_on
+from rotor.engines.graph.code.actions import renumbered
+from rotor.engines.graph.code.early import EarlyCode, EarlyStep
+from rotor.engines.graph.code.emit import StepCode, emit
+from rotor.engines.graph.code.offloading import Layout
+from rotor.engines.graph.code.pricing import build_graph
+from rotor.engines.graph.code.proving import Prover, Tally
+from rotor.engines.graph.costs.repeating import keep_from_now_on
+from rotor.engines.graph.tracing import marks
 from rotor.graph import planner
 from rotor.graph.blocks import PoolBytes
 from rotor.graph.graph import Graph
@@ -31,13 +35,43 @@ from rotor.graph.program import Program, simulate
 from rotor.graph.transfers import transfers_of
 from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
+from rotor.tier.offload import PLANNED_SHARE, Offload
+from rotor.units import format_bytes
 
-__all__ = [
-    "GraphPlan",
-    "PlanningRecord",
-    "lower_bound_of",
-    "repriced",
-]
+if TYPE_CHECKING:
+    from rotor.engines.graph.code.offloading import Layout
+    from rotor.graph.link import Link
+
+logger = logging.getLogger("rotor")
+
+
+@dataclass
+class PlanningRecord:
+    """Record of the search for one kind of step's program."""
+
+    origin: str = "searched before the step"
+    """Or "estimated" by a run or two of each operation, "repaired", "kept on disk", "loaded"."""
+    improved: int = 0
+    """Number of better programs since."""
+    is_final: bool = True
+    """True if no better program is looked for."""
+    seconds: float = 0.0
+    """Time of the capture and of all searches, measurements included."""
+    is_rough: bool = False
+    """True if operations are left to measure between the steps."""
+    told: int = 0
+    """Number of better programs when the user was last told of them."""
+    told_recomputation: float | None = None
+    """Recomputation when the user was last told of it; None before."""
+
+    @property
+    def text(self) -> str:
+        """Record as text."""
+        times = {0: "", 1: ", improved once"}.get(
+            self.improved, f", improved {self.improved} times"
+        )
+        state = "final" if self.is_final else "a better one is looked for"
+        return f"{self.origin}{times}, {state}, {self.seconds:.1f} s"
 
 
 @dataclass(repr=False)
@@ -300,3 +334,76 @@ def repriced(plan: GraphPlan, loss_bytes: int, step: CapturedStep | None = None)
     graph = (step or plan.step).graph(loss_bytes)
     program = simulate(graph, plan.program.actions, plan.program.link)
     return program.peak_bytes + plan.executor_bytes
+
+
+_FIRST_STEPS, _STEPS = 3, 16
+"""Steps after which a new plan is compared with its link, and between later comparisons."""
+
+_WAITED = 0.05
+"""Share of a step by which waits may exceed the plan's."""
+
+_FASTER = 1.5
+"""Ratio of the shown speeds to the planned ones from which a new plan is worth it."""
+
+
+def learn_link(plan: GraphPlan) -> bool:
+    """Return whether a plan is to be made again, between two of its steps, for a new tier speed."""
+    layout, offload, link = plan.layout, plan.step.offload, plan.program.link
+    if layout is None or offload is None or link is None or not _is_current(plan):
+        return False
+    program = plan.program
+    figures = (program.waited, program.link_time, plan.makespan)
+    return follows_link(layout, offload, link, *figures)
+
+
+def follows_link(
+    layout: Layout,
+    offload: Offload,
+    planned_for: Link,
+    planned_wait: float,
+    link_time: float,
+    makespan: float,
+) -> bool:
+    """Return whether steps have shown another speed of a tier, and note this speed.
+
+    `layout` has the waits and the traffic of the steps. `planned_wait`, `link_time` and `makespan`
+    are the planned seconds of a step's waits, of its transfers, and of all of it.
+    """
+    waits, link = layout.waits, offload.link
+    steps = waits.steps - waits.seen_steps
+    due = _FIRST_STEPS if waits.seen_steps == 0 else _STEPS
+    if link is None or steps < due or not offload.may_learn:
+        return False
+    waited = (layout.waited_ns() - waits.seen_ns) / steps / 1e9
+    traffic = layout.tier.traffic
+    rates = None if traffic is None else traffic.since(layout.seen).rates(planned_for.latency_ns)
+    layout.see()
+    excess = waited - planned_wait
+    if rates is None:
+        share = link_time / (link_time + max(excess, 0.0)) if link_time else 1.0
+        rates = link.write_bytes_per_s * share, link.read_bytes_per_s * share
+        rates = rates[0] / PLANNED_SHARE, rates[1] / PLANNED_SHARE
+    planned = link.write_bytes_per_s, link.read_bytes_per_s
+    is_slow = excess > _WAITED * makespan and (rates[0] < planned[0] or rates[1] < planned[1])
+    faster = PLANNED_SHARE / _FASTER
+    is_fast = faster * rates[0] > planned[0] and faster * rates[1] > planned[1]
+    if not is_slow and not is_fast:
+        return False
+    logger.info(
+        "second tier: %s/s written and %s/s read in steps, %.3g s waited in each, %.3g s planned: "
+        "planning again",
+        format_bytes(round(rates[0])),
+        format_bytes(round(rates[1])),
+        waited,
+        planned_wait,
+    )
+    offload.learn(*rates)
+    return True
+
+
+def _is_current(plan: GraphPlan) -> bool:
+    """Return whether a plan counts on the known speed; it may have less room on the tier."""
+    link, offload = plan.program.link, plan.step.offload
+    assert offload is not None
+    assert offload.link is not None
+    return link is not None and replace(link, host_bytes=offload.link.host_bytes) == offload.link

@@ -1,29 +1,204 @@
-"""Searches in the background, and the plans of the programs that they find."""
+"""Programs that earlier runs of a script have found, and searches in the background.
+
+Programs and reserves are kept on disk by the graph. Its fingerprint covers its operations, the
+layouts of their arguments, the storages, the device, PyTorch's version and the number of threads. A
+kept program is checked and priced as any other: one that does not suit is not used.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+from torch import fx
+
+from rotor._pytorch import core
+from rotor.common import cache
 from rotor.common.background import Job, Stopped, Work
 from rotor.engines.contract import Context
+from rotor.engines.graph.costs.profile import environment_of, keys_of
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord
-from rotor.errors import InfeasibleError
+from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program
 
-__all__ = [
-    "LEAST_GAIN",
-    "MOST_ROUNDS",
-    "SMALL_GAIN",
-    "begun_with",
-    "exchanged",
-    "is_fastest",
-    "outcome_of",
-]
+_KIND = "programs"
+_ORDERS = "orders"
+_MOST_ORDERS = 16
+_LOSS = "loss"
+_FIELDS = 5
+_DIGITS = 3
+_WITH_TIER = " with a tier"
+
+
+def options_number(options: Mapping[str, Any], link: Link | None = None) -> int:
+    """Return a number for the options of a search, and for the link to a second tier.
+
+    Speeds of the link that differ by less than a factor of about 2 give the same number.
+    """
+    text = repr(sorted(options.items()))
+    if link is not None:
+        speeds = (link.write_bytes_per_s, link.read_bytes_per_s)
+        text += repr(([round(math.log2(speed)) for speed in speeds], link.host_bytes))
+    return zlib.crc32(text.encode())
+
+
+def fingerprint(lowered: Lowered, device: torch.device, keys: Sequence[str] | None = None) -> str:
+    """Return the text by which knowledge on a graph is kept; `keys` are the result of `keys_of`."""
+    keys = keys_of(lowered, device) if keys is None else keys
+    return _digest(lowered, device, keys, lowered.storages)
+
+
+def _structure(lowered: Lowered, device: torch.device) -> str:
+    """Return the text by which the programs for all shapes of a graph are kept.
+
+    The sizes of storages are those of the shape seen first: the text has the symbols instead.
+    """
+    calls = [None if task.node is None else _call(task.node) for task in lowered.tasks]
+    return _digest(lowered, device, calls, [pinned for _, pinned in lowered.storages])
+
+
+def _call(node: fx.Node) -> tuple[str, list[str]]:
+    results = core.tree_flatten(node.meta.get("val"))[0]
+    return str(node.target), [str(getattr(result, "shape", "")) for result in results]
+
+
+def _digest(
+    lowered: Lowered, device: torch.device, calls: Sequence[Any], storages: Sequence[Any]
+) -> str:
+    digest = hashlib.sha256()
+    for call, task in zip(calls, lowered.tasks, strict=True):
+        made = sorted(task.made.items())
+        digest.update(
+            repr((call, task.name, task.phase, task.inputs, made, task.gradients)).encode()
+        )
+    digest.update(repr(storages).encode())
+    return f"{environment_of(device)} {digest.hexdigest()}"
+
+
+def _program(graph: Graph, actions: Sequence[int], link: Link | None) -> Program | None:
+    """Return a program of a graph; None if the actions make no valid one."""
+    try:
+        return Program(graph, np.asarray(actions, dtype=np.int32), link)
+    except (InvalidSequenceError, ValueError, OverflowError):
+        return None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Program of an earlier run."""
+
+    actions: Sequence[int]
+    limit_bytes: int
+    loss_bytes: int
+    reserve_bytes: int
+    options: int
+    """Number of the options of its search (`options_number`)."""
+    is_final: bool
+    """True if the search for a better one had ended."""
+    has_tier: bool = False
+    """True if it was searched for with a second tier."""
+
+    def program(self, graph: Graph, link: Link | None = None) -> Program | None:
+        """Return the program of a graph; None if its actions are invalid there."""
+        return _program(graph, self.actions, link)
+
+
+class Known:
+    """Knowledge on one graph; arguments as of `fingerprint`."""
+
+    def __init__(
+        self, lowered: Lowered, device: torch.device, keys: Sequence[str] | None = None
+    ) -> None:
+        self._environment = fingerprint(lowered, device, keys)
+        self._rows = cache.load(_KIND, self._environment)
+
+    @property
+    def loss_bytes(self) -> int | None:
+        """Bytes of the caller's loss in the latest run; ``None`` if unknown."""
+        row = self._rows.get(_LOSS)
+        return row[0] if row else None
+
+    def programs(self) -> list[Kept]:
+        """Return the programs of earlier runs, under any limit."""
+        return [
+            Kept(
+                row[_FIELDS:],
+                row[0],
+                row[1],
+                row[2],
+                row[3],
+                bool(row[4]),
+                name.endswith(_WITH_TIER),
+            )
+            for name, row in self._rows.items()
+            if name != _LOSS and len(row) > _FIELDS
+        ]
+
+    def keep(self, found: Kept, loss_bytes: int | None) -> None:
+        """Keep a program on disk, in the place of one under nearly the same limit.
+
+        `loss_bytes` are those of the caller's loss, None if not metered.
+        """
+        name = f"limit {float(found.limit_bytes):.{_DIGITS}g}"
+        name += _WITH_TIER if found.has_tier else ""
+        row = [
+            found.limit_bytes,
+            found.loss_bytes,
+            found.reserve_bytes,
+            found.options,
+            int(found.is_final),
+            *map(int, found.actions),
+        ]
+        rows = {name: row}
+        if loss_bytes is not None:
+            rows[_LOSS] = [loss_bytes]
+        if all(self._rows.get(key) == value for key, value in rows.items()):
+            return
+        self._rows.update(rows)
+        cache.store(_KIND, self._environment, rows)
+
+
+class KnownOrders:
+    """Latest programs for all shapes of one graph with symbols.
+
+    They are kept apart from others if they were searched for with a second tier.
+    """
+
+    def __init__(self, lowered: Lowered, device: torch.device, *, has_tier: bool = False) -> None:
+        self._environment = _structure(lowered, device) + (_WITH_TIER if has_tier else "")
+        self._rows = cache.load(_ORDERS, self._environment)
+        self._next = len(self._rows)
+
+    def programs(self, graph: Graph, link: Link | None = None) -> list[tuple[int, Program]]:
+        """Return valid programs of earlier runs, each after the bytes of all storages at its shape.
+
+        They are checked on the graph, at any shape, and the link to a second tier.
+        """
+        found = [(row[0], _program(graph, row[1:], link)) for row in self._rows.values() if row]
+        return [(total, program) for total, program in found if program is not None]
+
+    def keep(self, total: int, program: Program) -> None:
+        """Keep a program on disk that was searched for at a shape of `total` bytes."""
+        row = [total, *program.actions.tolist()]
+        if row in self._rows.values():
+            return
+        name = f"program {self._next % _MOST_ORDERS}"
+        self._next += 1
+        self._rows[name] = row
+        cache.store(_ORDERS, self._environment, {name: row})
+
 
 MOST_ROUNDS = 3
 """Number of searches for one program."""

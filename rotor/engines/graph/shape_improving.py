@@ -29,8 +29,6 @@ from rotor.engines.graph.searching import (
 from rotor.engines.graph.shapes import ShapeStep, Values
 from rotor.graph.program import Program
 
-__all__ = ["ShapeImprover"]
-
 _MOST_SHAPES = 4
 """Number of shapes of a graph at which a search is worth its time."""
 

@@ -21,17 +21,16 @@ from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.early import Owners
-from rotor.engines.graph.emit import StepCode
-from rotor.engines.graph.fits import Fits, Point, work_of
-from rotor.engines.graph.handover import with_handovers
-from rotor.engines.graph.known import KnownOrders
-from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.offloading import Layout
+from rotor.engines.graph.code.early import Owners
+from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.code.handover import with_handovers
+from rotor.engines.graph.code.offloading import Layout
+from rotor.engines.graph.code.pricing import build_graph, search
+from rotor.engines.graph.costs.profile import Cost, keys_of
+from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, work_of
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.pricing import build_graph, search
-from rotor.engines.graph.profile import Cost, keys_of
-from rotor.engines.graph.symbols import Sizes, at
+from rotor.engines.graph.searching import KnownOrders
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
@@ -39,8 +38,6 @@ from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.graph.resizing import Resizing
 from rotor.tier.offload import Offload
-
-__all__ = ["ShapeStep", "Shapes", "SymbolicGraph", "Values"]
 
 _MOST_PROGRAMS = 32
 _LEAST_POINTS = 4
@@ -156,7 +153,7 @@ class SymbolicGraph:
     ) -> None:
         self._known, self.offload = known, offload
         self.origins, self.leaf_sizes = origins, leaf_sizes or {}
-        """As of `rotor.engines.graph.families.origins_of`."""
+        """As of `rotor.engines.graph.sizing.origins_of`."""
         self.capture, self.captured, self.device = capture, captured, device
         self.loss_captured, self.planned_for = loss_captured, planned_for
         self.owners, self.verifies = owners, verifies
@@ -406,7 +403,7 @@ class ShapeStep(CapturedStep):
     def solve(self, graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
         """Return a known program that fits in a budget and is good, or the result of a search.
 
-        The arguments are those of `rotor.engines.graph.pricing.search`.
+        The arguments are those of `rotor.engines.graph.code.pricing.search`.
         """
         variant, total = self._variant, self.symbolic.total(self.values)
         known = self.priced(graph, budget, options.get("link"))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from rotor.common.checksums import Mismatch, Proved
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks, digest
-from rotor.engines.chain.sharded_proofs import found_together
+from rotor.engines.chain.proofs import found_together
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -28,17 +28,15 @@ from rotor.engines.contract import (
 )
 from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.emit import StepCode
+from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.code.proving import Tally
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.proving import Tally
 from rotor.engines.graph.shared_plan import check_same, make_shared_plan
-from rotor.engines.loss_guess import plan_with_guess
+from rotor.engines.learning import plan_with_guess
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
 from rotor.units import exact_bytes, format_bytes
-
-__all__ = ["SharedGraphEngine"]
 
 logger = logging.getLogger("rotor")
 

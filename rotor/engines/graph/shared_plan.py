@@ -15,16 +15,14 @@ import numpy.typing as npt
 
 from rotor.common.ranks import RankError, Ranks, digest
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.code.pricing import search
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of
-from rotor.engines.graph.pricing import search
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
-
-__all__ = ["check_same", "joint_graph", "make_shared_plan", "signatures_of"]
 
 _ROOMIER = 4
 """Searches for values that have places within the limit of a tier."""

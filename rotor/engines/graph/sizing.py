@@ -1,34 +1,283 @@
-"""Shapes of one model's calls: their captures, steps and plans."""
+"""Shapes of one model's calls: which share a capture, their steps and plans."""
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, symbols
 from rotor.common.progress import progress
 from rotor.engines.contract import Call, CannotPlan, Context, Key
-from rotor.engines.graph.capture import Capture, Unplanned
+from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.early import owners_of
-from rotor.engines.graph.families import Families, Family, origins_of, shapes_of
-from rotor.engines.graph.known import KnownOrders
-from rotor.engines.graph.lowering import Lowered
+from rotor.engines.graph.code.early import owners_of
+from rotor.engines.graph.costs.profile import keys_of
+from rotor.engines.graph.costs.recorded import MEASURED, price
+from rotor.engines.graph.costs.repeating import described_unrepeatable, keep_unrepeatable
+from rotor.engines.graph.costs.symbols import origin_values
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.profile import keys_of
-from rotor.engines.graph.recorded import MEASURED, price
-from rotor.engines.graph.repeating import described_unrepeatable, keep_unrepeatable
-from rotor.engines.graph.shapes import SymbolicGraph
-from rotor.engines.graph.symbols import origin_values
+from rotor.engines.graph.searching import KnownOrders
+from rotor.engines.graph.shapes import Shapes, SymbolicGraph
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
 from rotor.units import exact_bytes
 
-__all__ = ["Sizing", "warn_unrepeatable"]
+_MOST_GRAPHS = 4
+"""Number of captures with symbols of one family after which further shapes are captured alone."""
+
+Dimensions = Sequence[tuple[int, int]]
+"""Dimensions of a call's arguments: (leaf, number)."""
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """Return the shapes of the tensors among the leaves of a call."""
+    return tuple([tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves])
+
+
+def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
+    """Return a name for each leaf of (arguments by position, by name, targets)."""
+    args, kwargs, targets = arguments
+    parameters = list(inspect.signature(module.forward).parameters)
+    named: list[tuple[str, Any]] = [
+        (parameters[k] if k < len(parameters) else f"argument {k}", value)
+        for k, value in enumerate(args)
+    ]
+    named += kwargs.items()
+    named += [
+        (f"target {k}", value) for k, value in enumerate((None,) if targets is None else targets)
+    ]
+    found = []
+    for name, value in named:
+        leaves = core.tree_flatten(value)[0]
+        found += [name if len(leaves) == 1 else f"{name}[{k}]" for k in range(len(leaves))]
+    return found
+
+
+_KEPT_APART = frozenset(("before", "capture"))
+
+
+@dataclass
+class Family:
+    """Calls that differ in the sizes of tensors only."""
+
+    names: list[str]
+    """Name of each leaf of the arguments."""
+    shapes: dict[Any, Shapes] = field(default_factory=dict)
+    """Shapes of the calls so far, by their `Key.measured`."""
+    capture: Capture | None = None
+    """Capture with symbols; None before the second shape."""
+    graphs: list[SymbolicGraph] = field(default_factory=list)
+    constants: dict[str, str] = field(default_factory=dict)
+    """Reasons why sizes became constants of a graph, by size."""
+    refusal: str = ""
+    """Reason why further shapes are captured alone; empty if they are not."""
+    error: CaptureError | None = None
+    """Error of a capture, after which no other shape is tried."""
+    separate_count: int = 0
+    """Number of shapes that were captured alone."""
+    seconds: dict[Any, float] = field(default_factory=dict)
+    """Time of planning each shape, by its `Key.measured`."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """State before the latest new shape."""
+
+    def keep(self) -> None:
+        """Keep the state, before a new shape."""
+        self.before = {
+            name: copy(value) for name, value in vars(self).items() if name not in _KEPT_APART
+        }
+
+    def put_back(self) -> None:
+        """Restore the state before the latest new shape."""
+        vars(self).update(self.before)
+
+    @property
+    def shared_capture(self) -> Capture:
+        """Capture with symbols, after the first one."""
+        assert self.capture is not None
+        return self.capture
+
+    def differing(self, shapes: Shapes) -> list[tuple[int, int]]:
+        """Return the dimensions, as (leaf, number), in which calls so far differ."""
+        known = [*self.shapes.values(), shapes]
+        found: set[tuple[int, int]] = set()
+        for other in known[1:]:
+            for leaf, (one, two) in enumerate(zip(known[0], other, strict=True)):
+                if one is not None and two is not None:
+                    found.update((leaf, d) for d in range(len(one)) if one[d] != two[d])
+        return sorted(found)
+
+    def graph_of(self, captured: Captured) -> SymbolicGraph | None:
+        """Return the graph with symbols of a capture; None if it has no symbols."""
+        return next((graph for graph in self.graphs if graph.captured is captured), None)
+
+    def text(self, shapes: Shapes, among: Dimensions = ()) -> str:
+        """Return the shapes of a call as text.
+
+        `among` are dimensions that differ: if there are any, only their leaves are named.
+        """
+        leaves = {leaf for leaf, _ in among}
+        return ", ".join(
+            f"{name} {list(shape)}"
+            for k, (name, shape) in enumerate(zip(self.names, shapes, strict=True))
+            if shape is not None and (not leaves or k in leaves)
+        )
+
+    def reach(
+        self,
+        make: Callable[[], Capture],
+        module: nn.Module,
+        given: tuple[Any, ...],
+        arguments: Any,
+        differing: Dimensions,
+    ) -> Unplanned | None:
+        """Capture a call with symbols, or find its graph; None if it has to be captured alone.
+
+        `make` makes a capture, whose function takes `given` beside the module. `arguments` are
+        those of the call, and `differing` their dimensions that become symbols.
+        """
+        leaves = core.tree_flatten(arguments)[0]
+        if self.capture is None:
+            self.capture = make()
+        marked = [(leaves[leaf], dimension) for leaf, dimension in differing]
+        try:
+            found = self.capture.reach(module, *given, symbolic=marked)
+        except CaptureError as error:
+            lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+            shown = lines if len(lines) < 3 else [lines[0], *lines[-2:]]
+            self.refusal = f"the capture with symbols failed: {' ... '.join(shown)}"
+            return None
+        captured = found.captured
+        if self.graph_of(captured) is not None:
+            return found
+        constants = self._constants(captured, found.primals, leaves, differing)
+        self.constants.update(constants)
+        if not captured.lowered.symbols:
+            self.refusal = "; ".join(constants.values()) or "no size of the graph is a symbol"
+            return None
+        if len(self.graphs) >= _MOST_GRAPHS:
+            self.refusal = f"its code asked for more than {_MOST_GRAPHS} graphs with symbols"
+            return None
+        return found
+
+    def _constants(
+        self,
+        captured: Captured,
+        primals: Sequence[Any],
+        leaves: Sequence[Any],
+        differing: Dimensions,
+    ) -> dict[str, str]:
+        """Return reasons, by size, for marked sizes that became constants of a graph."""
+        nodes = {
+            id(primal): node for node, primal in zip(captured.lowered.primals, primals, strict=True)
+        }
+        found = {}
+        for leaf, dimension in differing:
+            node = nodes.get(id(leaves[leaf]))
+            value = None if node is None else node.meta.get("val")
+            if not isinstance(value, torch.Tensor) or symbols.is_symbol(value.shape[dimension]):
+                continue
+            size = int(value.shape[dimension])
+            name = f"dimension {dimension} of {self.names[leaf]}"
+            line = symbols.line_of_constant(value, dimension)
+            because = f", by {line}" if line else ""
+            if size in (0, 1):
+                because = ": captures take sizes 0 and 1 as constants"
+            found[f"{name} = {size}"] = f"{name} is the constant {size}{because}"
+        return found
+
+    def describe(self) -> str:
+        """Return the shapes, captures and times of planning as text; empty if all are alike."""
+        count = len(self.shapes)
+        if count < 2:
+            return ""
+        differing = self.differing(next(iter(self.shapes.values())))
+        shared = count - self.separate_count
+        lines = [
+            f"shapes: {count} of {', '.join(sorted({self.names[leaf] for leaf, _ in differing}))}; "
+            f"{shared} share {len(self.graphs)} captured graph{'s' * (len(self.graphs) != 1)}, "
+            f"{self.separate_count} captured alone"
+        ]
+        if self.seconds:
+            slowest = max(self.seconds, key=lambda key: self.seconds[key])
+            total = sum(self.seconds.values())
+            lines.append(
+                f"planning took {total:.3g} s in all, {total / len(self.seconds):.3g} s a shape, "
+                f"at most {self.seconds[slowest]:.3g} s "
+                f"({self.text(self.shapes[slowest], differing)})"
+            )
+        lines += [f"a graph of its own: {reason}" for reason in self.constants.values()]
+        if self.refusal:
+            lines.append(f"each further shape is captured alone: {self.refusal}")
+        return "\n".join(lines)
+
+
+class Families:
+    """Families of the calls of one model."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, Family] = {}
+
+    def __iter__(self) -> Iterator[Family]:
+        return iter(self._by_key.values())
+
+    @staticmethod
+    def _key(measured: Any) -> Any:
+        spec, leaves, *rest = measured
+        kinds = [
+            (len(leaf[0]), *leaf[2:])
+            if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)
+            else leaf
+            for leaf in leaves
+        ]
+        return (spec, tuple(kinds), *rest)
+
+    def of(self, measured: Any) -> Family | None:
+        """Return the family of a kind of step, if it has one."""
+        return self._by_key.get(self._key(measured)) if self._by_key else None
+
+    def drop(self, measured: Any) -> None:
+        """Forget the family of a kind of step."""
+        del self._by_key[self._key(measured)]
+
+    def joined(self, measured: Any, module: nn.Module, arguments: Any) -> Family:
+        """Return the family of a call, made if it is new."""
+        key = self._key(measured)
+        if key not in self._by_key:
+            self._by_key[key] = Family(leaf_names(module, arguments))
+        return self._by_key[key]
+
+
+def origins_of(
+    captured: Captured, primals: Sequence[Any], leaves: Sequence[Any]
+) -> tuple[list[tuple[int, int]] | None, dict[int, list[str]]]:
+    """Return the origins of a graph's symbols among a call's leaves, and the sizes of the leaves.
+
+    For each symbol, in the order of `Lowered.symbols`, the leaf and its dimension; None if a symbol
+    has no origin. The sizes are expressions, by leaf.
+    """
+    places = {id(leaf): k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    origins: dict[str, tuple[int, int]] = {}
+    sizes: dict[int, list[str]] = {}
+    for node, primal in zip(captured.lowered.primals, primals, strict=True):
+        place = places.get(id(primal))
+        value = node.meta.get("val")
+        if place is None or not isinstance(value, torch.Tensor):
+            continue
+        sizes[place] = [symbols.text_of(size) for size in value.shape]
+        for dimension, text in enumerate(sizes[place]):
+            origins.setdefault(text, (place, dimension))
+    names = list(captured.lowered.symbols)
+    known = set(names) <= set(origins)
+    return [origins[name] for name in names] if known else None, sizes
 
 
 def warn_unrepeatable(context: Context, graphs: Sequence[Lowered]) -> None:

@@ -18,10 +18,10 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.calls import call_signature
-from rotor.common.forward_patch import PatchedForwards
 from rotor.common.ranks import Ranks, digest
+from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.engines.graph.offloading import Placed
+from rotor.engines.graph.code.offloading import Placed
 from rotor.engines.graph.shared_plan import signatures_of
 from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
@@ -29,8 +29,6 @@ from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.probe import Saves
 from rotor.graph.assembly import Option
-
-__all__ = ["BlockGraph", "GraphCalls", "share_graphs", "share_programs"]
 
 logger = logging.getLogger("rotor")
 

@@ -23,8 +23,7 @@ from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.tensor_trees import Flags, output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
-from rotor.engines.graph.offloading import Layout
-from rotor.engines.parts.block_calls import Calls, NoBlocks, apart
+from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.parts.block_graphs import (
     BlockGraph,
     GraphCalls,
@@ -32,7 +31,16 @@ from rotor.engines.parts.block_graphs import (
     share_programs,
 )
 from rotor.engines.parts.block_proofs import Kept, observe_blocks
-from rotor.engines.parts.blocks import AGAIN, FIRST_PROGRAM, KEPT, BlockStage, BlockStep
+from rotor.engines.parts.blocks import (
+    AGAIN,
+    FIRST_PROGRAM,
+    KEPT,
+    BlockStage,
+    BlockStep,
+    Calls,
+    NoBlocks,
+    apart,
+)
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import Parts, PartsPlan
 from rotor.errors import InfeasibleError
@@ -51,8 +59,6 @@ from rotor.meter import allocator
 from rotor.tier.offload import Offload
 from rotor.timing import Clock
 from rotor.units import exact_bytes
-
-__all__ = ["Block", "Blocks", "make_blocks_plan", "measure_blocks"]
 
 _ROUNDS = 3
 

@@ -12,20 +12,17 @@ from torch import nn
 
 from rotor._pytorch import core, fsdp
 from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
-from rotor.common.forward_patch import PatchedForwards
 from rotor.common.places import Place, Saved
 from rotor.common.ranks import Ranks
+from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import grad_flags, output_tensors, tree_tensors
 from rotor.common.undisturbed import trial
 from rotor.engines.chain.observe import Observation, Observer, note_state
-from rotor.engines.chain.proofs import CURE, host_copy
-from rotor.engines.chain.sharded_proofs import ShardedGradients, found_together
+from rotor.engines.chain.proofs import CURE, ShardedGradients, found_together, host_copy
 from rotor.engines.chain.stages import Stage
-from rotor.engines.graph.proving import PartsTally, Prover, Running, Tally
+from rotor.engines.graph.code.proving import PartsTally, Prover, Running, Tally
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.probe import Saves
-
-__all__ = ["BlocksProof", "Kept", "observe_blocks"]
 
 
 @dataclass(frozen=True)

@@ -27,23 +27,13 @@ from rotor.common.accounting import GENERATOR_BYTES, generator_bytes, scalar_byt
 from rotor.common.checksums import Mismatch
 from rotor.common.rerun import Unit
 from rotor.common.tensor_trees import tree_tensors
-from rotor.engines.chain.around import Around
 from rotor.engines.chain.measures import Inspection
-from rotor.engines.chain.plan import executor_bytes
+from rotor.engines.chain.plan import Schedule, executor_bytes
 from rotor.engines.chain.proofs import CURE, StageProof
 from rotor.engines.chain.run import run_chain
-from rotor.engines.chain.schedule import Schedule
-from rotor.engines.graph.proving import PartsTally
+from rotor.engines.chain.segments import Around
+from rotor.engines.graph.code.proving import PartsTally
 from rotor.graph.assembly import Option, undominated
-
-__all__ = [
-    "CalledStages",
-    "ChainKind",
-    "ChainProof",
-    "MeasuredStages",
-    "StageCalls",
-    "mark_backward",
-]
 
 _POINTS = 8
 """Schedules of a chain for each size of a loss that is tried."""

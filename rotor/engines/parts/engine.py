@@ -22,10 +22,10 @@ from rotor.engines.contract import (
     Key,
     StartMeter,
 )
-from rotor.engines.graph.engine import warn_unrepeatable
-from rotor.engines.graph.keys import captured_key
-from rotor.engines.graph.proving import PartsTally
-from rotor.engines.graph.recorded import price
+from rotor.engines.graph.calls import captured_key
+from rotor.engines.graph.code.proving import PartsTally
+from rotor.engines.graph.costs.recorded import price
+from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.chained import MeasuredStages
@@ -44,8 +44,6 @@ from rotor.meter.allocator import MeterBusyError
 from rotor.meter.step_meter import StepBytes, StepWatch, cancel_running
 from rotor.meter.watch import LevelWatch, note_peak, sparse_growth, warn_excess, warn_sparse
 from rotor.tier.offload import check_device
-
-__all__ = ["PartsEngine"]
 
 
 class PartsEngine(MeteredEngine):

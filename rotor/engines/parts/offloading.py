@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
-from rotor.engines.graph.link_learning import follows_link
-from rotor.engines.graph.offloading import Layout, Placed, StepArea
+from rotor.engines.graph.code.offloading import Layout, Placed, StepArea
+from rotor.engines.graph.planned import follows_link
 from rotor.graph.program import Program
 from rotor.tier.offload import Offload
-
-__all__ = ["PartsTier", "PlacedStep"]
 
 
 class PartsTier:

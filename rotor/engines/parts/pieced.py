@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from rotor.common.calls import call_signature
-from rotor.common.forward_patch import PatchedForwards
+from rotor.common.substitutes import PatchedForwards
 from rotor.engines.contract import Call
-from rotor.engines.graph.emit import StepCode
-from rotor.engines.graph.offloading import Placed
-from rotor.engines.graph.proving import PartsTally, Tally
+from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.code.offloading import Placed
+from rotor.engines.graph.code.proving import PartsTally, Tally
 from rotor.engines.parts.chained import ChainKind, ChainProof, mark_backward
 from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.offloading import PlacedStep
@@ -25,8 +25,6 @@ from rotor.errors import InfeasibleError
 from rotor.graph.assembly import least_bytes, peak_of, simulate
 from rotor.meter.step_meter import StepWatch
 from rotor.units import exact_bytes
-
-__all__ = ["PiecesStep", "make_pieces_plan"]
 
 
 def make_pieces_plan(

@@ -21,11 +21,11 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.accounting import CODE_FACTOR, assumed_loss_bytes
 from rotor.common.calls import call_signature
-from rotor.common.forward_patch import PatchedForwards
+from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
 from rotor.common.undisturbed import Trial, trial
-from rotor.engines.graph.lowering import Lowered
-from rotor.engines.graph.offloading import Layout
+from rotor.engines.graph.code.offloading import Layout
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.chained import (
     Called,
@@ -47,8 +47,6 @@ from rotor.graph.assembly import Bases, Option
 from rotor.graph.program import Program
 from rotor.meter import allocator
 from rotor.tier.offload import Offload
-
-__all__ = ["Pieces", "Site", "discover"]
 
 logger = logging.getLogger("rotor")
 

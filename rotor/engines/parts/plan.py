@@ -1,7 +1,8 @@
 """Plan of the parts of a model: a choice among the options of each, under one limit.
 
 Parts are captured pieces of a model without a single graph, or blocks that FSDP2 shards one by one.
-Both are chosen by `rotor.graph.assembly`, and learn from metered steps in the same way.
+Both are chosen by `rotor.graph.assembly`, and learn from metered steps in the same way. Between two
+marks of a metered step lies a stretch.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import CODE_FACTOR
 from rotor.common.timeline import Timeline
-from rotor.engines.graph.offloading import Layout
+from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.parts.offloading import PartsTier
-from rotor.engines.parts.stretches import place_of, retimed
 from rotor.graph.assembly import (
     Bases,
     Option,
@@ -34,19 +36,51 @@ from rotor.meter.step_meter import Metered, StepBytes, Verdict
 from rotor.tier.offload import Offload
 from rotor.units import exact_bytes
 
-__all__ = [
-    "Parts",
-    "PartsPlan",
-    "choose_within",
-    "expect_additions",
-    "fastest",
-    "is_of_additions",
-    "learn",
-    "learn_levels",
-    "measured_bases",
-    "parts_curve",
-    "without_bases",
-]
+
+def place_of(mark: str, count: int) -> tuple[str, int]:
+    """Return the field of `rotor.graph.assembly.Bases`, and the index, that a mark begins.
+
+    The marks of `count` parts are "start", "forward k", "after k", "loss", "backward", "backward k"
+    and "before k".
+    """
+    name, _, number = mark.partition(" ")
+    if name == "start":
+        return "between", 0
+    k = int(number) if number else count
+    if number and name in ("forward", "backward"):
+        return name, k
+    return "between", k + 1 if name == "after" else k
+
+
+def retimed(
+    measured: Timeline,
+    options: Sequence[Sequence[Option]],
+    choice: Sequence[int],
+    other: Sequence[int],
+    peaks: Simulation,
+) -> Timeline:
+    """Return the timeline of a step under another choice, from that of a metered step under this
+    one.
+
+    Each stretch of the step, between the marks of `place_of`, has the peak that is predicted for
+    the other choice. A part's backward, which recomputes, is shorter or longer by the difference of
+    the predicted times; everything else takes as long as it was measured to.
+    """
+    marks = [*measured.marks, ("end", float(measured.seconds[-1]))]
+    moments, levels = [marks[0][1]], []
+    spent = [0.0] * len(options)
+    for (mark, begin), (_, end) in pairwise(marks):
+        part, k = place_of(mark, len(options))
+        seconds = end - begin
+        if part != "between":
+            spent[k] += seconds
+        if part == "backward":
+            now, then = options[k][choice[k]].time_ns, options[k][other[k]].time_ns
+            seconds += spent[k] * (then / now - 1) if now else 0.0
+        moments.append(moments[-1] + max(seconds, 0.0))
+        levels.append(int(getattr(peaks, part)[k]))
+    live = np.array([*levels, 0], dtype=np.int64)
+    return Timeline(np.array(moments), live, np.zeros_like(live))
 
 
 class Parts(ABC):

@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.forward_patch import PatchedForwards
+from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
 from rotor.common.undisturbed import trial
 from rotor.meter import allocator
-
-__all__ = ["ModuleCall", "NeedsBackward", "Saves", "weigh"]
 
 
 class NeedsBackward(Exception):

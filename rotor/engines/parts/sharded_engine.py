@@ -16,19 +16,18 @@ from rotor.common.accounting import METERED_STEPS
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter
-from rotor.engines.graph.calls import check_arguments
-from rotor.engines.graph.engine import check_generator, warn_unrepeatable
-from rotor.engines.graph.keys import captured_key
-from rotor.engines.graph.recorded import MEASURED, price, source_of
+from rotor.engines.graph.calls import captured_key, check_arguments
+from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
+from rotor.engines.graph.engine import check_generator
+from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, confirmed
-from rotor.engines.parts.block_calls import candidates
 from rotor.engines.parts.block_plan import (
     Blocks,
     make_blocks_plan,
     measure_blocks,
 )
 from rotor.engines.parts.block_proofs import BlocksProof, Kept
-from rotor.engines.parts.blocks import BlockStep
+from rotor.engines.parts.blocks import BlockStep, candidates
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import PartsPlan, learn, parts_curve
 from rotor.engines.peers import SharingRanks
@@ -37,8 +36,6 @@ from rotor.graph.planner import check_options
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.tier.offload import check_device
-
-__all__ = ["ShardedBlocksEngine"]
 
 logger = logging.getLogger("rotor")
 

@@ -1,0 +1,1 @@
+"""Code of programs: actions, emitted Python, Inductor's, gradients that leave early, transfers."""

@@ -1,0 +1,383 @@
+"""Early gradients: they leave the backward of a program as soon as they are computed.
+
+A captured call is one node of autograd, which returns all gradients at the end of its backward. A
+consumer of single gradients, such as DistributedDataParallel, which sends some while others are
+computed, then waits for all; and gradients to be added to existing ones all exist before the first
+addition. So the call runs on other tensors in the memory of the parameters, and between these and
+the parameters are nodes of ours, one for each group of parameters: the backward of the call begins
+the program and returns at once, and each node runs the program up to the gradients of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+
+from rotor._pytorch import core
+from rotor.common.substitutes import substituted
+from rotor.engines.chain.proofs import host_copy
+from rotor.engines.graph.code.actions import Kind, actions_of, deaths
+from rotor.engines.graph.code.emit import StepCode, emit
+from rotor.engines.graph.code.handover import sharing
+from rotor.engines.graph.code.offloading import Layout, Places
+from rotor.engines.graph.code.pricing import Pooling
+from rotor.engines.graph.code.proving import PartsTally, Prover
+from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.errors import RecomputationError
+
+_MOST_GROUPS = 32
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Origin of a primal of a captured call."""
+
+    slots: tuple[int, ...] = ()
+    """Parameters of the module, by their numbers in `slots_of`."""
+    leaves: tuple[int, ...] = ()
+    """Arguments of the call, by their numbers in the flattened arguments."""
+
+
+Owners = dict[int, Owner]
+"""Origin of each primal that gets a gradient."""
+
+
+def slots_of(module: nn.Module) -> list[core.Slot]:
+    """Return the slots of a module's parameters, repeated for shared ones."""
+    return [slot for part in module.modules() for slot in core.parameter_slots(part)]
+
+
+def owners_of(
+    lowered: Lowered,
+    primals: Sequence[Any],
+    slots: Sequence[core.Slot],
+    arguments: Any = (),
+) -> Owners | None:
+    """Return the origins of the primals that get gradients, among parameters and `arguments`.
+
+    None if another tensor needs a gradient too, if an argument that is changed does, or if the call
+    itself reads gradients.
+    """
+    if lowered.reads_gradients:
+        return None
+    numbers: dict[int, list[int]] = {}
+    for number, slot in enumerate(slots):
+        numbers.setdefault(id(core.value_in(slot)), []).append(number)
+    leaves: dict[int, list[int]] = {}
+    for number, leaf in enumerate(core.tree_flatten(arguments)[0]):
+        if type(leaf) in (torch.Tensor, nn.Parameter):
+            leaves.setdefault(id(leaf), []).append(number)
+    found: Owners = {}
+    for index, gradient in enumerate(lowered.gradients):
+        if gradient is None:
+            continue
+        primal = primals[index]
+        owner = Owner(
+            tuple(numbers.get(id(primal), ())) if type(primal) is nn.Parameter else (),
+            tuple(leaves.get(id(primal), ())),
+        )
+        is_known = owner.slots or owner.leaves
+        if not is_known or lowered.primals[index] in lowered.mutated:
+            return None
+        found[index] = owner
+    return found
+
+
+def delivery_groups(
+    lowered: Lowered, numbers: Sequence[int], indices: Collection[int] | None = None
+) -> list[tuple[int, list[int]]]:
+    """Return groups of gradients that leave a program together, and the moments when they can.
+
+    For each group, the position of the last run that it needs, and its primals, of those in
+    `indices`. Gradients that share memory leave together, after the program's last read of it.
+    """
+    if indices is None:
+        indices = [i for i, gradient in enumerate(lowered.gradients) if gradient is not None]
+    boundary = list(numbers).index(lowered.loss)
+    actions = actions_of(lowered, numbers)
+    kept, _ = deaths(lowered, actions)
+    last = {}
+    for position in range(boundary, len(actions)):
+        last.update(dict.fromkeys((*actions[position].reads, *kept[position]), position))
+    together = sharing(lowered, indices)
+    timed = sorted(
+        (max((last.get(s, boundary) for s in storages), default=boundary), sorted(group))
+        for storages, group in together
+    )
+    sizes = [s for s, _ in lowered.storages]
+    total = sum(sum(sizes[s] for s in storages) for storages, _ in together)
+    found: list[tuple[int, list[int]]] = []
+    waiting: list[int] = []
+    waiting_bytes = 0
+    for place, (position, group) in enumerate(timed):
+        waiting += group
+        waiting_bytes += sum(
+            sizes[s] for i in group for s in lowered.values[lowered.gradients[i]].storages
+        )
+        is_last = place + 1 == len(timed)
+        moves = is_last or timed[place + 1][0] > position
+        if is_last or (moves and waiting_bytes * _MOST_GROUPS >= total):
+            found.append((position, waiting))
+            waiting, waiting_bytes = [], 0
+    return found
+
+
+@dataclass(frozen=True)
+class EarlyCode:
+    """Code of a program whose backward stops at each group of gradients."""
+
+    emitted: StepCode
+    """Its backward is a generator that puts gradients into a dictionary."""
+    groups: list[list[int]]
+    """Primals whose gradients are complete at each stop."""
+    gradients: int
+    """Number of the call's gradients."""
+    prover: Prover | None = None
+    """Prover that may raise after gradients have left."""
+
+    @classmethod
+    def of(
+        cls,
+        lowered: Lowered,
+        numbers: Sequence[int],
+        *,
+        spread: bool = False,
+        prover: Prover | None = None,
+        layout: Layout | None = None,
+        pooling: Pooling | None = None,
+    ) -> EarlyCode:
+        """Return the code of a program.
+
+        With `spread`, new gradients leave early too; by default they leave last.
+        """
+        numbers = [int(number) for number in numbers]
+        actions = actions_of(lowered, numbers)
+        handed = {i for task in lowered.tasks for i in task.gradients}
+        rest = [i for i, g in enumerate(lowered.gradients) if g is not None and i not in handed]
+        if spread:
+            late = delivery_groups(lowered, numbers, rest)
+        else:
+            late = [(len(numbers) - 1, rest)] if rest else []
+        groups: list[list[int]] = []
+        for position in range(numbers.index(lowered.loss), len(numbers)):
+            kind, number = actions[position][:2]
+            over = lowered.tasks[number].gradients if kind is Kind.RUN else ()
+            groups += [list(over)] if over else []
+            groups += [indices for place, indices in late if place == position]
+        emitted = emit(lowered, numbers, late, prover, layout, pooling)
+        return cls(emitted, groups, len(lowered.gradients), prover)
+
+    @property
+    def source(self) -> str:
+        """Functions as text."""
+        return self.emitted.source
+
+    @property
+    def replayed(self) -> int:
+        """Random operations that run more than once."""
+        return self.emitted.replayed
+
+    def prepare(self) -> None:
+        """Do what must be done before a step is metered."""
+        self.emitted.prepare()
+
+    @property
+    def places(self) -> Places | None:
+        """Places of offloaded values; None if nothing is offloaded."""
+        return getattr(self.emitted, "places", None)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Use of a private pool; None if none is used."""
+        return getattr(self.emitted, "pooling", None)
+
+    def forward(self, args: list[Any]) -> Any:
+        """Return outputs, saved primals and the token; empty the given list of primals."""
+        return self.emitted.forward(args)
+
+    def backward(self, args: list[Any]) -> tuple[torch.Tensor | None, ...]:
+        """Return all gradients at the end, for a call without nodes of ours that wait for them."""
+        given: dict[int, torch.Tensor | None] = {}
+        begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
+        for _ in begin(args, given):
+            pass
+        return tuple([given.get(index) for index in range(self.gradients)])
+
+
+class Delivery:
+    """Backward of one forward, in parts; `marks` run before the first and after the last part."""
+
+    def __init__(
+        self,
+        code: EarlyCode,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+    ) -> None:
+        self._code = code
+        self._marks = marks
+        self._parts: Generator[None, None, None] | None = None
+        self._given: dict[int, torch.Tensor | None] = {}
+        self._next = 0
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        self.withheld: frozenset[int] = frozenset()
+        """Primals whose gradients are None, because their outputs got none."""
+
+    def __call__(self, args: list[Any]) -> tuple[None, ...]:
+        """Begin the backward; every gradient comes later."""
+        self._given = {}
+        self._next = 0
+        if self._marks is not None:
+            self._marks[0]()
+        begin: Callable[..., Generator[None, None, None]] = self._code.emitted.backward
+        self._parts = begin(args, self._given)
+        next(self._parts)
+        return (None,) * self._code.gradients
+
+    def deliver(self, group: int) -> list[torch.Tensor | None]:
+        """Run the backward up to the gradients of a group; return them, once."""
+        try:
+            while self._next <= group and self._parts is not None:
+                next(self._parts)
+                self._next += 1
+            if self._next == len(self._code.groups) and self._parts is not None:
+                self._parts.close()
+                self._parts = None
+                if self._marks is not None:
+                    self._marks[1]()
+        except RecomputationError:
+            self._restore()
+            self.forget()
+            raise
+        except BaseException:
+            self.forget()
+            raise
+        if self._parts is None:
+            self._before.clear()
+        found = [(i, self._given.pop(i, None)) for i in self._code.groups[group]]
+        return [None if i in self.withheld else gradient for i, gradient in found]
+
+    @property
+    def is_proved(self) -> bool:
+        """True if the backward may find that gradients were made from wrong values."""
+        return self._code.prover is not None
+
+    def remember(self, owners: Sequence[torch.Tensor]) -> None:
+        """Copy gradients that are about to be added to, to memory outside of the device.
+
+        A verified step does not wait with its gradients: if it fails, it restores the copies. Where
+        all parts of a model are verified together at the end, their `PartsTally` has copies of its
+        own.
+        """
+        prover = self._code.prover
+        copied = prover is not None and isinstance(prover.tally, PartsTally)
+        if self._parts is not None and not copied:
+            for owner in owners:
+                found = owner.grad
+                self._before.append((owner, found, None if found is None else host_copy(found)))
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for owner, gradient, copied in self._before:
+                if gradient is not None and copied is not None:
+                    gradient.copy_(copied)
+                owner.grad = gradient
+
+    def forget(self) -> None:
+        """Drop gradients that are not delivered."""
+        self._parts = None
+        self._given = {}
+        self._before.clear()
+
+
+class _Deliver(Function):
+    """Node between the arguments of a captured call, of one group, and the tensors it runs on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, delivery: Delivery, group: int, *given: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.delivery = delivery
+        ctx.group = group
+        ctx.owners = [tensor for tensor in given if delivery.is_proved and tensor.is_leaf]
+        ctx.set_materialize_grads(False)
+        # Captured calls check that the types of tensors are as in the capture.
+        return tuple(
+            [
+                nn.Parameter(tensor.detach()) if type(tensor) is nn.Parameter else tensor.detach()
+                for tensor in given
+            ]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *others: torch.Tensor | None) -> Any:
+        found = ctx.delivery.deliver(ctx.group)
+        ctx.delivery.remember(ctx.owners)
+        # A call may also return one of its arguments, which then has a gradient of its own.
+        for k, other in enumerate(others):
+            if other is not None:
+                found[k] = other if found[k] is None else found[k] + other
+        return None, None, *found
+
+
+class EarlyStep:
+    """Runner of one captured call that delivers its gradients early; `marks` as in `Delivery`."""
+
+    def __init__(
+        self,
+        code: EarlyCode,
+        owners: Owners,
+        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+    ) -> None:
+        self.source = code.source
+        self.replayed = code.replayed
+        self.forward = code.forward
+        self.backward = Delivery(code, marks)
+        self._groups = code.groups
+        self._owners = owners
+        self._originals: dict[int, torch.Tensor] = {}
+
+    def prepare(self) -> None:
+        """Do nothing: the code is ready."""
+
+    def original(self, tensor: Any) -> Any:
+        """Return the argument of the call for a tensor on which it runs, within `around`."""
+        return self._originals.get(id(tensor), tensor)
+
+    @contextmanager
+    def around(self, slots: Sequence[core.Slot], arguments: Any) -> Iterator[Any]:
+        """Replace a module's parameters, and arguments, by the tensors on which the call runs.
+
+        The context gives the arguments to call it with.
+        """
+        leaves = core.tree_flatten(arguments)[0]
+        substitutes: dict[int, torch.Tensor] = {}
+        changed: list[tuple[core.Slot, Any]] = []
+        try:
+            # Autograd runs the latest node first.
+            for group in reversed(range(len(self._groups))):
+                owners = [self._owners[index] for index in self._groups[group]]
+                tensors = [
+                    slots[owner.slots[0]][0][slots[owner.slots[0]][1]]
+                    if owner.slots
+                    else leaves[owner.leaves[0]]
+                    for owner in owners
+                ]
+                given = _Deliver.apply(self.backward, group, *tensors)
+                for owner, original, tensor in zip(owners, tensors, given, strict=True):
+                    self._originals[id(tensor)] = original
+                    for values, name in (slots[number] for number in owner.slots):
+                        changed.append(((values, name), values[name]))
+                        values[name] = tensor
+                    if owner.leaves:
+                        substitutes[id(original)] = tensor
+            with substituted(arguments, substitutes) as replaced:
+                yield replaced
+        finally:
+            for (values, name), original in changed:
+                values[name] = original
+            self._originals.clear()

@@ -1,0 +1,562 @@
+"""Python code of a program: one function for the forward, one for the backward.
+
+The forward returns the model's outputs, the inputs that the backward may read, and a *token*: an
+empty tensor that carries the kept values. AOTAutograd saves the token with the step, so that the
+kept values are freed with the graph of autograd. They may thus change from one step to the next
+without capturing again.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from rotor._pytorch import core, dispatch, symbols
+from rotor.common.cache import compiled
+from rotor.engines.graph.code.actions import (
+    Action,
+    Kind,
+    actions_of,
+    deaths,
+    outputs_among,
+    stored_values,
+)
+from rotor.engines.graph.code.backwards import OtherModes, in_order
+from rotor.engines.graph.code.numbers import Written
+from rotor.engines.graph.code.offloading import Layout, Moves, Places
+from rotor.engines.graph.code.pricing import Pooling
+from rotor.engines.graph.code.proving import Prover
+from rotor.engines.graph.costs.repeating import is_empty, is_unspecified
+from rotor.engines.graph.tracing.false_edges import of_sizes
+from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
+from rotor.errors import CaptureError
+
+_POOL_END = ["        pass", "    finally:", "        pool.leave()"]
+"""End of a function within a private pool."""
+
+
+class StepCode(Protocol):
+    """Code that runs a program, from any compiler."""
+
+    @property
+    def source(self) -> str:
+        """Source text."""
+
+    @property
+    def replayed(self) -> int:
+        """Random operations that run more than once; each keeps a state of the generator."""
+
+    def forward(self, args: list[Any]) -> Any:
+        """Return outputs, saved primals and the token; empty the given list of primals."""
+
+    def backward(self, args: list[Any]) -> Any:
+        """Return the gradients; empty the given list of saved primals, token and tangents."""
+
+    def prepare(self) -> None:
+        """Do the work that must precede a metered step."""
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Functions of a program, and their source."""
+
+    forward: Callable[[list[Any]], Any]
+    """Function of the list of the joint graph's primals, which it empties."""
+    backward: Callable[[list[Any]], Any]
+    """Function of the list of saved primals, token and tangents, which it empties."""
+    source: str
+    replayed: int
+    """Random operations that run more than once; each keeps a state of the generator."""
+    places: Places | None = None
+    """Places of offloaded values; None if nothing is offloaded."""
+    pooling: Pooling | None = None
+    """Use of a private pool; None if none is used."""
+
+    def prepare(self) -> None:
+        """Do nothing: the code is ready."""
+
+
+def saved_primals(lowered: Lowered) -> list[fx.Node]:
+    """Return the primals that autograd keeps for the backward: read by it, and unmutated."""
+    return [
+        n
+        for n in lowered.primals
+        if n.users and n not in lowered.mutated and not symbols.is_symbol(n.meta.get("val"))
+    ]
+
+
+def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Raise RuntimeError if a tensor has another version than the one given with it."""
+    for tensor, version in kept:
+        if tensor._version != version:
+            raise RuntimeError(
+                "an output of the model was changed in place before the backward, which needs it "
+                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {version}): "
+                "change a clone of it instead"
+            )
+
+
+class _Writer:
+    """Writer of one of the two functions, with a table of its variables."""
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        namespace: dict[str, Any],
+        names: dict[int, str],
+        pooling: Pooling | None,
+        proves: bool,
+        others: OtherModes | None,
+    ) -> None:
+        self.lowered = lowered
+        self.others = others
+        self.pooling = pooling
+        self.proves = proves
+        self.namespace = namespace
+        self.constants = names
+        self.lines: list[str] = []
+        self.valid: set[str] = set()
+        self.on: dict[int, set[str]] = {}
+        self.task_of = {task.node: i for i, task in enumerate(lowered.tasks) if task.node}
+        self.primal_of = {node: i for i, node in enumerate(lowered.primals)}
+        self.tangent_of = {node: i for i, node in enumerate(lowered.tangents)}
+        self.order: dict[fx.Node, int] = {}
+
+    def variable(self, task: int, path: tuple[int, ...]) -> str:
+        return f"a{task}" + "".join(f"_{k}" for k in path)
+
+    def constant(self, value: Any) -> str:
+        name = self.constants.get(id(value))
+        if name is None:
+            name = f"k{len(self.constants)}"
+            self.constants[id(value)] = name
+            self.namespace[name] = value
+        return name
+
+    def argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.reference(value)
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if isinstance(value, Written):
+            if isinstance(value.target, str):
+                return value.target
+            given = ", ".join(map(self.argument, value.operands))
+            return f"{self.constant(value.target)}({given})"
+        if isinstance(value, list | tuple):
+            inner = ", ".join([self.argument(item) for item in value])
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if inner else ''})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.argument(v)}" for k, v in value.items()) + "}"
+        return self.constant(value)
+
+    def call(self, node: fx.Node) -> str:
+        arguments = [self.argument(value) for value in node.args]
+        if node.target is of_sizes:
+            # Sizes and strides are written as tuples of expressions of the symbols.
+            arguments[:2] = [f"({', '.join(sizes)},)" for sizes in node.args[:2]]  # type: ignore
+        arguments += [f"{name}={self.argument(value)}" for name, value in node.kwargs.items()]
+        # Real strides may differ from the captured ones; then a view has to be a copy.
+        is_view = node.target is torch.ops.aten.view.default
+        target = core.callable_of(torch.ops.aten.reshape.default if is_view else node.target)
+        target = in_order(node, target)
+        if self.others is not None and node in self.task_of:
+            is_backward = self.task_of[node] > self.lowered.loss
+            target = self.others.operation(target, node, is_backward=is_backward)
+        return f"{self.constant(target)}({', '.join(arguments)})"
+
+    def reference(self, node: fx.Node) -> str:
+        """Return the variable of a node; write the code of a missing view."""
+        value = self.lowered.values[node]
+        if symbols.is_symbol(node.meta.get("val")):
+            return f"({symbols.text_of(node.meta['val'])})"
+        if value.kind == "input":
+            if node.op == "get_attr":
+                return self.constant(core.attribute(self.lowered.module, str(node.target)))
+            return f"p{self.primal_of[node]}"
+        if value.kind in ("output", "item"):
+            return self.output_variable(value)
+        if _is_transposed(node) and _is_transposed(node.args[0]):
+            return self.reference(node.args[0].args[0])  # type: ignore[union-attr, arg-type]
+        name = f"v{self.order.setdefault(node, len(self.order))}"
+        if name not in self.valid:
+            if node.op == "call_function" and value.base and _is_item(node):
+                made = f"{self.reference(value.base.node)}[{node.args[1]!r}]"
+            else:
+                made = self.call(node)
+            self.lines.append(f"{name} = {made}")
+            self.define(name, value.storages)
+        return name
+
+    def output_variable(self, value: Value) -> str:
+        path: tuple[int, ...] = ()
+        while value.kind == "item":
+            path = (int(value.node.args[1]), *path)  # type: ignore[arg-type]
+            assert value.base is not None
+            value = value.base
+        if value.node in self.tangent_of:
+            return self.variable(self.lowered.loss, (self.tangent_of[value.node],))
+        task = self.task_of[value.node]
+        if path not in self.lowered.tasks[task].made and not _is_leaf(value.node, path):
+            raise CaptureError(f"{value.node.format_node()} is used as a whole")
+        return self.variable(task, path)
+
+    def define(self, name: str, storages: Sequence[int]) -> None:
+        self.valid.add(name)
+        for storage in storages:
+            self.on.setdefault(storage, set()).add(name)
+
+    def drop(self, storages: Sequence[int]) -> None:
+        names = sorted({name for s in storages for name in self.on.pop(s, ())} & self.valid)
+        self.valid.difference_update(names)
+        if names:
+            self.lines.append(" = ".join([*names, "None"]))
+
+    def hand_out(self, indices: Sequence[int], dying: Sequence[int] | None = None) -> None:
+        """Write the delivery of gradients, and a stop after it.
+
+        Storages in `dying` are dropped; by default those of the gradients.
+        """
+        nodes = [self.lowered.gradients[index] for index in indices]
+        for index, node in zip(indices, nodes, strict=True):
+            given = self.argument(node)
+            self.lines.append(f"given[{index}] = {given}")
+        if dying is None:
+            dying = sorted({s for node in nodes for s in self.lowered.values[node].storages})
+        self.drop(dying)
+        with self.outside(self.pooling is not None):
+            self.lines.append("yield")
+
+    def outside(self, is_outside: bool) -> AbstractContextManager[None]:
+        """Return a context whose lines are written to run outside of the private pool, if so."""
+        return self._outside() if is_outside else nullcontext()
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        if self.lines[-1:] == ["pool.enter()"]:
+            self.lines.pop()
+        else:
+            self.lines.append("pool.leave()")
+        yield
+        self.lines.append("pool.enter()")
+
+    def body(self) -> list[str]:
+        """Return the lines of the function, indented, within its private pool."""
+        if self.pooling is None:
+            return [f"    {line}" for line in self.lines]
+        inner = [f"        {line}" for line in self.lines]
+        return ["    pool.enter()", "    try:", *inner, *_POOL_END]
+
+    def run(self, index: int, kept: set[int], replay: str | None) -> None:
+        """Write one execution of a task; `kept` are the storages made by it that are used."""
+        task = self.lowered.tasks[index]
+        assert task.node is not None
+        call = self.call(task.node)
+        if self.proves and is_empty(task.node.target):
+            # Values made from it are compared before all of it is written.
+            call += ".zero_()"
+        if replay is not None:
+            self.lines.append(f"now = get_state({replay[1:]})")
+            self.lines.append(f"set_state({replay[1:]}, {replay})")
+        pooling = self.pooling
+        with self.outside(pooling is not None and pooling.runs_outside(index, kept)):
+            target = self.assignment(index, task, kept)
+            self.lines.append(target + call)
+            if "_," in target:
+                self.lines.append("_ = None")
+        if pooling is not None and not pooling.runs_outside(index, kept):
+            for path, storage in task.made.items():
+                if storage in kept and storage in pooling.outliving:
+                    name = self.variable(index, path)
+                    self.lines.append(f"{name} = pool.copied({name})")
+        if replay is not None:
+            self.lines.append(f"set_state({replay[1:]}, now)")
+
+    def note(self, index: int, noted: Sequence[int], is_first: bool) -> None:
+        """Write code that notes new values of a task in the proof."""
+        for path, storage in self.lowered.tasks[index].made.items():
+            if storage in noted:
+                variable = self.variable(index, path)
+                self.lines.append(
+                    f"proof.{'first' if is_first else 'again'}({storage}, {variable})"
+                )
+
+    def assignment(self, index: int, task: Task, kept: set[int]) -> str:
+        assert task.node is not None
+        value = task.node.meta.get("val")
+        leaves = _leaf_paths(value)
+        if leaves == [()]:
+            if not kept:
+                return ""
+            name = self.variable(index, ())
+            self.define(name, list(task.made.values()))
+            return f"{name} = "
+        if not kept:
+            return ""
+        return self._pattern(index, task, kept, value, ()) + " = "
+
+    def _pattern(
+        self, index: int, task: Task, kept: set[int], value: Any, path: tuple[int, ...]
+    ) -> str:
+        if isinstance(value, list | tuple):
+            inner = [
+                self._pattern(index, task, kept, item, (*path, k)) for k, item in enumerate(value)
+            ]
+            return "(" + ", ".join(inner) + ",)"
+        storage = task.made.get(path)
+        if storage is None or storage not in kept:
+            return "_"
+        name = self.variable(index, path)
+        self.define(name, [storage])
+        return name
+
+
+def _is_transposed(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is torch.ops.aten.t.default
+
+
+def _is_item(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _is_leaf(node: fx.Node, path: tuple[int, ...]) -> bool:
+    value: Any = node.meta.get("val")
+    for index in path:
+        value = value[index]
+    return isinstance(value, torch.Tensor)
+
+
+def _leaf_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    if isinstance(value, list | tuple):
+        return [p for k, item in enumerate(value) for p in _leaf_paths(item, (*path, k))]
+    return [path]
+
+
+def compared_storages(
+    lowered: Lowered, actions: Sequence[Action], kept: Sequence[set[int]]
+) -> dict[int, list[int]]:
+    """Return the storages that a program computes again and reads, and the positions.
+
+    `kept` are per position the used storages made there (`deaths`). The positions are that of the
+    first making, then those of all later ones that are used.
+    """
+    found: dict[int, list[int]] = {}
+    runs = Counter(action.number for action in actions if action.kind is Kind.RUN)
+    for position, action in enumerate(actions):
+        if action.kind is not Kind.RUN or runs[action.number] == 1:
+            continue
+        task = lowered.tasks[action.number]
+        for path, storage in task.made.items():
+            if task.node is None or is_unspecified(task.node, path):
+                continue
+            if storage not in found:
+                found[storage] = [position]
+            elif storage in kept[position]:
+                found[storage].append(position)
+    return {storage: places for storage, places in found.items() if len(places) > 1}
+
+
+def checksums_of(lowered: Lowered, numbers: Sequence[int]) -> int:
+    """Return the number of checksums in a verified run of a program."""
+    actions = actions_of(lowered, numbers)
+    runs = [action.number for action in actions if action.kind is Kind.RUN]
+    if len(runs) == len(set(runs)):
+        return 0
+    kept, _ = deaths(lowered, actions)
+    return sum(map(len, compared_storages(lowered, actions, kept).values()))
+
+
+def emit(
+    lowered: Lowered,
+    numbers: Sequence[int],
+    groups: Sequence[tuple[int, Sequence[int]]] = (),
+    prover: Prover | None = None,
+    layout: Layout | None = None,
+    pooling: Pooling | None = None,
+    others: OtherModes | None = None,
+) -> Emitted:
+    """Return the functions that run a program, whose loss must run once.
+
+    `groups` are positions in the backward, and the gradients that are delivered after them. With
+    groups, or operations that hand gradients over, the backward is a generator, and takes a
+    dictionary for the gradients too: it stops before the first run, and after each delivery.
+    Without a `prover`, recomputed values are not compared. `others` are the backwards in other
+    modes for which this is emitted; by default the modes of forward and backward are the same.
+    """
+    actions = actions_of(lowered, numbers)
+    boundary = [int(number) for number in numbers].index(lowered.loss)
+    in_parts = bool(groups) or any(task.gradients for task in lowered.tasks)
+    namespace: dict[str, Any] = {
+        "empty": torch.empty,
+        "backend_flags": dispatch.backend_flags,
+        "keeps_graph": core.keeps_graph,
+        "check_versions": check_versions,
+        "math": math,
+        "torch": torch,
+    }
+    if pooling is not None:
+        namespace["pool"] = pooling
+    constants: dict[int, str] = {}
+    runs = [0] * len(lowered.tasks)
+    for action in actions:
+        if action.kind is Kind.RUN:
+            runs[action.number] += 1
+    replays = {i: f"r{i}" for i, t in enumerate(lowered.tasks) if t.random and runs[i] > 1}
+    devices = {i: _device(lowered.tasks[i]) for i in replays}
+    namespace["get_state"] = lambda i: core.get_generator_state(devices[i])
+    namespace["set_state"] = lambda i, state: core.set_generator_state(devices[i], state)
+
+    kept, dying = deaths(lowered, actions)
+    compared = {} if prover is None else compared_storages(lowered, actions, kept)
+    if prover is not None:
+        namespace |= {"begin_proof": prover.begin, "settle_proof": prover.settle}
+    places = None
+    if layout is not None:
+        places = Places(layout)
+        namespace["begin_step"] = places.begin
+    moves = Moves(lowered, actions, kept, dying)
+    handovers = len(groups)
+    handovers += sum(
+        bool(lowered.tasks[action.number].gradients)
+        for action in actions
+        if action.kind is Kind.RUN
+    )
+    remaining = list(runs)
+    ran: set[int] = set()
+
+    def hand_out(
+        writer: _Writer, indices: Sequence[int], dying: Sequence[int] | None = None
+    ) -> None:
+        nonlocal handovers
+        handovers -= 1
+        for k in indices:
+            moves.receive(writer, lowered.values[lowered.gradients[k]].storages)
+        if prover is not None and handovers == 0:
+            writer.lines.append("settle_proof(proof)")
+        writer.hand_out(indices, dying)
+
+    def write(writer: _Writer, begin: int, end: int) -> None:
+        for position in range(begin, end):
+            if actions[position].kind is not Kind.RUN:
+                moves.move(writer, position)
+                continue
+            index = actions[position].number
+            moves.receive(writer, lowered.tasks[index].inputs)
+            if lowered.tasks[index].gradients:
+                hand_out(writer, lowered.tasks[index].gradients, sorted(dying[position]))
+                continue
+            if index in replays and index not in ran:
+                writer.lines.append(f"{replays[index]} = get_state({index})")
+            replay = replays[index] if index in replays and index in ran else None
+            made = lowered.tasks[index].made
+            noted = [s for s in made.values() if position in compared.get(s, ())]
+            writer.run(index, kept[position].union(noted), replay)
+            writer.note(index, noted, is_first=index not in ran)
+            writer.drop([s for s in noted if s not in kept[position]])
+            moves.send(writer, position)
+            ran.add(index)
+            remaining[index] -= 1
+            if replay is not None and remaining[index] == 0:
+                writer.lines.append(f"{replay} = None")
+            writer.drop(sorted(dying[position]))
+
+    new_writer = partial(
+        _Writer, lowered, namespace, constants, pooling, prover is not None, others
+    )
+    head = new_writer()
+    write(head, 0, boundary)
+    outputs = [head.argument(node) for node in lowered.outputs]
+    stored = stored_values(lowered, actions, boundary, kept)
+    states = [replays[i] for i in sorted(replays) if i in ran and remaining[i] > 0]
+    unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
+    saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
+    names = [*stored.values(), *states, *unsaved, *lowered.symbols, *lowered.variables]
+    changed = ", ".join(unsaved)
+    if prover is not None:
+        names.append("proof")
+    if layout is not None:
+        names.append("tier")
+    returned = outputs_among(lowered, stored)
+    checks = ", ".join(f"({name}, {name}._version)" for name in returned)
+    forward = [
+        "def forward(args):",
+        _unpack([f"p{i}" for i in range(len(lowered.primals))], "args"),
+        "    args.clear()",
+        *(f"    {name} = {_origin(*place)}" for name, place in lowered.symbols.items()),
+        *(f"    {name} = {code}" for name, code in lowered.variables.items()),
+        *([f"    proof = begin_proof({changed})"] if prover is not None else []),
+        *(["    tier = begin_step()"] if layout is not None else []),
+        *head.body(),
+        "    token = empty(0)",
+        "    token.flags = backend_flags()",
+        f"    token.kept = [[{checks}], {', '.join(names)}]",
+        f"    return ({', '.join([*outputs, *saved, 'token'])},)",
+    ]
+
+    tail = new_writer()
+    for storage, name in stored.items():
+        tail.define(name, [storage])
+    for index, storage in enumerate(lowered.tasks[lowered.loss].made.values()):
+        tail.define(tail.variable(lowered.loss, (index,)), [storage])
+    tail.drop(sorted(set(lowered.tasks[lowered.loss].made.values()) - kept[boundary]))
+    reached = boundary + 1
+    for position, indices in groups:
+        write(tail, reached, position + 1)
+        reached = position + 1
+        hand_out(tail, indices)
+    write(tail, reached, len(actions))
+    if not in_parts:
+        moves.receive(tail, sorted(moves.pending))
+    gradients = [] if in_parts else [tail.argument(node) for node in lowered.gradients]
+    tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
+    backward = [
+        "def backward(args, given):" if in_parts else "def backward(args):",
+        _unpack([*saved, "token", *tangents], "args"),
+        "    args.clear()",
+        "    kept = token.kept",
+        _unpack(["checks", *names], "kept"),
+        "    check_versions(checks)",
+        "    if not keeps_graph():",
+        "        kept.clear()",
+        "    kept = checks = token = None",
+        *(["    yield"] if in_parts else []),
+        *tail.body(),
+        *(["    settle_proof(proof)"] if prover is not None and not in_parts else []),
+        f"    return ({', '.join(gradients)}{',' if gradients else ''})",
+    ]
+    source = "\n".join([*forward, "", *backward, ""])
+    code = compiled(source)
+    exec(code, namespace)
+    filename = code.co_filename
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    run_backward = namespace["backward"]
+    if others is None:
+        given = (lowered, numbers, groups, prover, layout, pooling)
+        run_backward = OtherModes(run_backward, partial(emit, *given), len(saved))
+    return Emitted(namespace["forward"], run_backward, source, len(replays), places, pooling)
+
+
+def _origin(primal: int, dimension: int | None) -> str:
+    """Return the code of a symbol's value."""
+    return f"p{primal}" if dimension is None else f"p{primal}.size({dimension})"
+
+
+def _unpack(names: Sequence[str], source: str) -> str:
+    return f"    {', '.join(names)}{',' if names else '()'} = {source}" if names else "    pass"
+
+
+def _device(task: Task) -> torch.device:
+    assert task.node is not None
+    value = task.node.meta["val"]
+    while isinstance(value, list | tuple):
+        value = value[0]
+    return torch.device(value.device)

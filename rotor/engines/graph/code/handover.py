@@ -1,0 +1,90 @@
+"""Handover of temporary gradients: they are added to existing ones in place, and freed.
+
+A gradient that a parameter lacks is made and stays. If the parameter has one, the new one is
+temporary: after the last operation that needs its memory comes an operation that hands it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from rotor.common.accounting import HANDOVERS
+from rotor.engines.graph.costs.profile import Cost
+from rotor.engines.graph.tracing.lowering import Lowered, Task
+
+
+def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], list[int]]]:
+    """Return gradients grouped by shared memory: the storages and gradients of each group."""
+    together: list[tuple[set[int], list[int]]] = []
+    for index in indices:
+        storages = set(lowered.values[lowered.gradients[index]].storages)
+        joined = [group for group in together if group[0] & storages]
+        together = [group for group in together if not group[0] & storages]
+        together.append(
+            (
+                storages.union(*(group[0] for group in joined)),
+                [*(i for group in joined for i in group[1]), index],
+            )
+        )
+    return together
+
+
+def with_handovers(
+    lowered: Lowered, costs: Sequence[Cost], existing: Collection[int], most: int = HANDOVERS
+) -> tuple[Lowered, list[Cost]]:
+    """Return the operations of a step in which some gradients exist, and their costs.
+
+    `lowered` and `costs` are for a step in which every gradient is new. Temporary gradients are
+    handed over together, as soon as they have 1 / `most` of the bytes of all of them. Gradients in
+    memory of an output, or of a new gradient, stay as they were.
+    """
+    staying = set(lowered.tasks[lowered.loss].inputs)
+    for index, gradient in enumerate(lowered.gradients):
+        if gradient is not None and index not in existing:
+            staying.update(lowered.values[gradient].storages)
+    groups = [
+        (storages, indices)
+        for storages, indices in sharing(lowered, sorted(existing))
+        if storages and not storages & staying
+    ]
+    last: dict[int, int] = {}
+    for number, task in enumerate(lowered.tasks):
+        last.update(dict.fromkeys((*task.inputs, *task.made.values()), number))
+    timed = sorted(
+        (max(lowered.loss, *(last[s] for s in storages)), sorted(indices), sorted(storages))
+        for storages, indices in groups
+    )
+    sizes = [size for size, _ in lowered.storages]
+    total = sum(sizes[s] for *_, storages in timed for s in storages)
+    after: dict[int, Task] = {}
+    indices: list[int] = []
+    storages: list[int] = []
+    for place, (position, more, lying_on) in enumerate(timed):
+        indices += more
+        storages += lying_on
+        is_last = place + 1 == len(timed)
+        waits = not is_last and timed[place + 1][0] == position
+        enough = sum(sizes[s] for s in storages) * most >= total
+        if is_last or (enough and not waits):
+            after[position] = Task(
+                name=f"accumulate_{len(after)}",
+                node=None,
+                phase="backward",
+                inputs=storages,
+                once=True,
+                module=lowered.tasks[position].module,
+                gradients=tuple(indices),
+            )
+            indices, storages = [], []
+    tasks: list[Task] = []
+    priced: list[Cost] = []
+    for number, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
+        tasks.append(task)
+        priced.append(cost)
+        if number in after:
+            tasks.append(after[number])
+            priced.append(Cost(0, 0))
+    temporary = {s for task in after.values() for s in task.inputs}
+    pinned = [(size, pin and s not in temporary) for s, (size, pin) in enumerate(lowered.storages)]
+    return replace(lowered, tasks=tasks, storages=pinned), priced

@@ -1,0 +1,1 @@
+"""Costs of operations: measured, looked at, estimated; whether they repeat."""

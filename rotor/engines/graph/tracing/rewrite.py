@@ -1,0 +1,204 @@
+"""Changes to a joint graph, and to its tracing, for the results of eager PyTorch.
+
+BatchNorm that eager PyTorch gives to cuDNN is traced as PyTorch's own kernel, and is given back.
+
+A convolution's backward gives the gradients of its input and of its weight in one operation, though
+the kernels compute them separately. Split here, each can run at the best moment for memory:
+the input's activation is freed before the gradient of the input comes, and large gradients of
+weights, which stay, may come late.
+
+``torch.linalg.inv`` and its like check their results by an operation that returns nothing. It is
+traced with a token, an empty tensor: each such operation takes the one of the operation before, the
+first one an argument of the graph, and the last one's is returned. PyTorch gives the graph no
+tensors for these arguments. A check needs no place but one behind the values that it reads.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor._pytorch import captures, core, cudnn
+from rotor.errors import CaptureError
+
+
+def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
+    """Make checks in a joint graph plain operations; return the tokens that the backward is given.
+
+    Tokens of the forward stay among the inputs, unused; None is returned for them. Raise
+    CaptureError if another operation has effects that come in order.
+    """
+    graph = module.graph
+    effects = [node for node in graph.nodes if captures.is_effect(node)]
+    for node in effects:
+        token, operation, *arguments = node.args
+        if operation is not captures.LINALG_CHECK:
+            raise CaptureError(
+                f"{operation} has effects that come in order, and a plan may change the order of "
+                'operations: leave the engine at "auto", or call it outside of the model'
+            )
+        with graph.inserting_before(node):
+            check = graph.call_function(operation, tuple(arguments), node.kwargs)
+        check.meta = {**node.meta, "val": None}
+        for user in list(node.users):
+            user.replace_all_uses_with(token)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    inputs = graph.find_nodes(op="placeholder")
+    late = [node for node in inputs if captures.is_token(node, of_backward=True)]
+    kept = {node for node in inputs if captures.is_token(node)}
+    output = graph.output_node()
+    returned: list[fx.Node | None] = list(output.args[0])  # type: ignore[arg-type]
+    output.args = ([None if one in kept else one for one in returned if one not in late],)
+    for node in late:
+        graph.erase_node(node)
+    return late
+
+
+_BACKWARD = torch.ops.aten.convolution_backward.default
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_STEPS = 1 << 49
+"""Steps to which a reciprocal of a reciprocal is rounded, so that it equals the first number."""
+
+
+def as_in_eager() -> dict[Any, Callable[..., Any]]:
+    """Return decompositions that keep the operators that eager PyTorch runs.
+
+    Dropout on a CPU multiplies by a mask that is divided in the type of its input. Traced, it is
+    ``native_dropout``, which multiplies by the reciprocal: in float32, many rates give other bits,
+    and in types below its backward does. Where everything is dropped, eager PyTorch draws no
+    random numbers.
+    """
+    aten = torch.ops.aten
+    return {
+        aten.native_dropout.default: _dropout,
+        aten.native_dropout_backward.default: _dropout_backward,
+    }
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    if p == 1 and train:
+        mask = torch.ones_like(x, dtype=torch.bool)
+        return x.mul(torch.zeros((), dtype=x.dtype, device=x.device)), mask
+    if not train or x.device.type != "cpu" or x.dtype != torch.float32 or _is_exact(1 - p):
+        return NotImplemented
+    mask = torch.ops.aten.bernoulli.p(torch.zeros_like(x, dtype=torch.bool), 1 - p)
+    return x.mul(mask).mul(_quotient(1 - p)), mask
+
+
+def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+    if gradient.device.type != "cpu" or not scale:
+        return NotImplemented
+    fraction, exponent = math.frexp(1 / scale)
+    kept = math.ldexp(round(fraction * _STEPS) / _STEPS, exponent)
+    if gradient.dtype in _LOW_PRECISION:
+        return gradient * mask.to(gradient.dtype).mul(_quotient(kept))
+    if gradient.dtype != torch.float32 or _is_exact(kept):
+        return NotImplemented
+    return gradient.mul(mask).mul(_quotient(kept))
+
+
+def _single(number: float) -> float:
+    """Return a number as float32 holds it."""
+    found: float = struct.unpack("f", struct.pack("f", number))[0]
+    return found
+
+
+def _quotient(kept: float) -> float:
+    """Return the reciprocal of a share, as it is computed in float32."""
+    return _single(1 / _single(kept))
+
+
+def _is_exact(kept: float) -> bool:
+    """Return whether the reciprocal, rounded to float32, is the same."""
+    return _quotient(kept) == _single(1 / kept)
+
+
+def split_convolutions(module: fx.GraphModule) -> int:
+    """Split convolutions' backwards that give both kinds of gradients in two; return how many."""
+    count = 0
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target is _BACKWARD and _is_splittable(node):
+            _split(module.graph, node)
+            count += 1
+    return count
+
+
+def _is_splittable(node: fx.Node) -> bool:
+    mask = node.args[-1]
+    return (
+        isinstance(mask, list | tuple)
+        and len(node.args) == 11
+        and bool(mask[0])
+        and any(mask[1:])
+        and all(user.target is getitem for user in node.users)
+    )
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    mask = [bool(flag) for flag in node.args[-1]]  # type: ignore[union-attr]
+    made = {}
+    with graph.inserting_before(node):
+        for part in ([False, *mask[1:]], [True, False, False]):
+            made[part[0]] = graph.call_function(_BACKWARD, (*node.args[:-1], part), node.kwargs)
+            values = [v if flag else None for v, flag in zip(node.meta["val"], part, strict=True)]
+            made[part[0]].meta.update(node.meta)
+            made[part[0]].meta["val"] = tuple(values)
+    for user in list(node.users):
+        user.args = (made[bool(user.args[1] == 0)], user.args[1])
+    graph.erase_node(node)
+
+
+def normalise_as_in_eager(module: fx.GraphModule) -> int:
+    """Give every training BatchNorm that eager PyTorch gives to cuDNN to cuDNN.
+
+    Return the number of such operations in the forward of the joint graph, which is changed in
+    place.
+    """
+    graph, reserves = module.graph, dict[fx.Node, fx.Node]()
+    for node in list(graph.nodes):
+        if node.target in (cudnn.NATIVE, cudnn.NATIVE_WITHOUT_STATISTICS):
+            given = list(node.args)
+            if node.target is cudnn.NATIVE_WITHOUT_STATISTICS:
+                given[3:3] = [None, None]
+            known = [part.meta["val"] if isinstance(part, fx.Node) else part for part in given]
+            if given[5] and cudnn.normalises(known[0], known[1:5], known[7]):
+                replacement = _replaced(node, cudnn.FORWARD, given)
+                reserves[replacement] = _reserve_of(replacement, known[0])
+        elif node.target is cudnn.NATIVE_BACKWARD:
+            args: Any = node.args
+            gradient, x, weight, mean, variance, *kept, training, epsilon, _ = args
+            reserve = next((reserves[n] for n in kept[0].all_input_nodes if n in reserves), None)
+            if training and reserve is not None:
+                given = [gradient, x, weight, mean, variance, *kept, epsilon, reserve]
+                _replaced(node, cudnn.BACKWARD, given)
+    return len(reserves)
+
+
+def _replaced(node: fx.Node, target: Any, args: list[Any]) -> fx.Node:
+    """Return a new node that has taken the place of a node."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, tuple(args))
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+    return made
+
+
+def _reserve_of(forward: fx.Node, x: torch.Tensor) -> fx.Node:
+    """Return a new node for cuDNN's reserve, a further result of a forward."""
+    made = forward.meta["val"]
+    with core.fake_mode_of([forward.args[0]]):
+        made = [*made, *[torch.empty(0) for _ in range(5 - len(made))], cudnn.reserve_like(x)]
+    forward.meta["val"] = tuple(made)
+    with forward.graph.inserting_after(forward):
+        reserve = forward.graph.call_function(getitem, (forward, 5))
+    reserve.meta.update(forward.meta)
+    reserve.meta["val"] = made[5]
+    return reserve
