@@ -107,7 +107,7 @@ def _blocks(find: Callable[[nn.Module], Sequence[nn.Module]]) -> tuple[Contender
 
 
 def _resnet_blocks(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, small._Block)]
+    return [m for m in model.modules() if isinstance(m, small.BasicBlock)]
 
 
 def _gpt_blocks(model: Any) -> list[nn.Module]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from zoo.models import Tanhs
+from zoo.models import Function, Tanhs
 
 import rotor
 from rotor import memory
@@ -71,21 +71,16 @@ class GPT(nn.Module):
         return self.head(x)
 
 
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(2000, 64)
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, tokens):
-        return self.linear(self.table(tokens).tanh().mean(1))
-
-
 class HalfFrozen(Tanhs):
     def __init__(self):
         super().__init__(256)
         for layer in self.layers[::2]:
             layer.requires_grad_(False)
+
+
+def bag():
+    parts = {"table": nn.Embedding(2000, 64), "linear": nn.Linear(64, 64)}
+    return Function(lambda self, x: self.linear(self.table(x).tanh().mean(1)), **parts)
 
 
 MODELS = {
@@ -94,7 +89,7 @@ MODELS = {
     "gpt": (GPT, lambda: torch.randint(64, (2, 16))),
     "tied weights": (lambda: GPT(tied=True), lambda: torch.randint(64, (2, 16))),
     "conv and norm": (lambda: ConvNet(residual=False), lambda: torch.randn(2, 1, 8, 8)),
-    "embedding": (Bag, lambda: torch.randint(2000, (8, 16))),
+    "embedding": (bag, lambda: torch.randint(2000, (8, 16))),
     "half frozen": (HalfFrozen, lambda: torch.randn(32, 256)),
 }
 
@@ -116,8 +111,7 @@ def metered(model, x):
 
 
 def drop_gradients(model):
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
 
 
 def gradient_bytes(model):

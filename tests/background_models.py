@@ -59,6 +59,18 @@ def train(model: nn.Module, x: torch.Tensor, steps: int, begin: int = 0) -> list
     return losses
 
 
+def plain_losses(steps: int) -> list[float]:
+    """Losses of the plain model."""
+    torch.manual_seed(0)
+    return train(Mixed(), rows(), steps)
+
+
+def wrapped(limit: int | str, model: nn.Module | None = None, **options) -> rotor.Checkpointable:
+    """The model, or another one, under a limit."""
+    torch.manual_seed(0)
+    return rotor.Checkpointable(model or Mixed(), mem_limit=limit, engine="graph", **options)
+
+
 class SteppedJob:
     """Job that runs when `run` is called."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import same
 
 import rotor
 
@@ -73,14 +74,15 @@ def train(
     return losses, gradients, states
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+def check_planned(make: Callable[[], nn.Module], share: float) -> Any:
+    """Check that a chain that recomputes trains as its plain net does; return it."""
+    net = seeded(make)
+    plain = train(net, net)
+    net = seeded(make)
+    chk = planned(net, share)
+    assert chk.plan.schedule.recomputed
+    assert same(plain, train(net, chk))
+    return chk
 
 
 def planned(net: nn.Module, share: float, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from zoo.models import Row
 
 ROWS, WIDTH = 256, 64
 
@@ -20,19 +21,6 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = 1.0 if not self.reads or float(x.detach().abs().max()) < 1e6 else 0.5
         return x + scale * self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Loop(nn.Module):
-    """Blocks that the model's own code calls."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Attention(nn.Module):
@@ -96,15 +84,15 @@ def attention():
 
 
 def loop():
-    return Loop(*_blocks()), _rows()
+    return Row(*_blocks()), _rows()
 
 
 def loop_of_stacks():
-    return Loop(nn.Sequential(*_blocks(count=3)), Attention(), Block()), torch.randn(4, 64, WIDTH)
+    return Row(nn.Sequential(*_blocks(count=3)), Attention(), Block()), torch.randn(4, 64, WIDTH)
 
 
 def parts():
-    return Loop(*_blocks(2)), _rows()
+    return Row(*_blocks(2)), _rows()
 
 
 PLANNED = (stack, mixed, mixed_ends, mixed_often, tanhs, convolutions, attention, loop)

@@ -62,6 +62,19 @@ def nothing_learnt(tmp_path_factory, monkeypatch):
             (table.cache_clear if callable(table) else table.clear)()
 
 
+_CAPTURING = {"capture", "tiers", "test_background_tier", "test_sim_parts_tier", "test_sim_tier"}
+_CAPTURING |= {"test_timeline", "test_trace"}
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code_stays(request):
+    """Have captures, in these folders and files, find no code of another test's."""
+    yield
+    is_capturing = _CAPTURING & {request.path.parent.name, request.path.stem}
+    if is_capturing and "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
 @pytest.fixture
 def sim(nothing_learnt):
     """Give the simulated accelerator, empty, with the settings it starts with."""

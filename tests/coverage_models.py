@@ -65,6 +65,10 @@ _SPEECH = SMALL | {
     "layerdrop": 0.0,
 }
 _PATCHED = _VISION | {"image_size": 64, "patch_size": 8}
+_T5 = {"vocab_size": TOKENS, "d_model": 128, "d_kv": 32, "d_ff": 256}
+_T5 |= {"num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+_WINDOWED = {"image_size": 64, "patch_size": 4, "embed_dim": 32, "depths": [2, 2]}
+_WINDOWED |= {"num_heads": [2, 4], "window_size": 4, "num_labels": CLASSES}
 _GROUPED = {"num_key_value_heads": 2}
 
 MODELS: dict[str, Callable[[], Sample]] = {
@@ -176,17 +180,7 @@ MODELS: dict[str, Callable[[], Sample]] = {
     "hf/mamba": language("MambaForCausalLM", state_size=8, use_associative_scan=False),
     "hf/rwkv": language("RwkvForCausalLM", attention_hidden_size=128),
     "hf/xlnet": language("XLNetLMHeadModel", d_model=128, n_layer=2, n_head=4, d_inner=256),
-    "hf/t5": named(
-        "T5ForConditionalGeneration",
-        seq2seq,
-        vocab_size=TOKENS,
-        d_model=128,
-        d_kv=32,
-        d_ff=256,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    ),
+    "hf/t5": named("T5ForConditionalGeneration", seq2seq, **_T5),
     "hf/bart": named("BartForConditionalGeneration", seq2seq, **_D_MODEL),
     "hf/marian": named("MarianMTModel", seq2seq, **_D_MODEL),
     "hf/pegasus": named("PegasusForConditionalGeneration", seq2seq, **_D_MODEL),
@@ -297,40 +291,10 @@ MODELS: dict[str, Callable[[], Sample]] = {
     "hf/mbart": named("MBartForConditionalGeneration", seq2seq, **_D_MODEL),
     "hf/blenderbot": named("BlenderbotForConditionalGeneration", seq2seq, **_D_MODEL),
     "hf/led": named("LEDForConditionalGeneration", seq2seq, **_D_MODEL, attention_window=16),
-    "hf/mt5": named(
-        "MT5ForConditionalGeneration",
-        seq2seq,
-        vocab_size=TOKENS,
-        d_model=128,
-        d_kv=32,
-        d_ff=256,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    ),
+    "hf/mt5": named("MT5ForConditionalGeneration", seq2seq, **_T5),
     "hf/beit": named("BeitForImageClassification", pixels(64), **_PATCHED),
-    "hf/swin": named(
-        "SwinForImageClassification",
-        pixels(64),
-        image_size=64,
-        patch_size=4,
-        embed_dim=32,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-        num_labels=CLASSES,
-    ),
-    "hf/swinv2": named(
-        "Swinv2ForImageClassification",
-        pixels(64),
-        image_size=64,
-        patch_size=4,
-        embed_dim=32,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-        num_labels=CLASSES,
-    ),
+    "hf/swin": named("SwinForImageClassification", pixels(64), **_WINDOWED),
+    "hf/swinv2": named("Swinv2ForImageClassification", pixels(64), **_WINDOWED),
     "hf/pvt": named("PvtForImageClassification", pixels(64), image_size=64, num_labels=CLASSES),
     "hf/mobilevit": named(
         "MobileViTForImageClassification", pixels(64), image_size=64, num_labels=CLASSES

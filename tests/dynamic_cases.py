@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rotor.models.resnet import BasicBlock
 from torch import nn
 from torch.nn import functional as F
+from training import same
+from zoo.models import First
 
 from rotor import dtr, memory
 
@@ -25,37 +28,15 @@ class Case:
     make: Callable[[], tuple[nn.Module, Loss]]
 
 
-class _Block(nn.Module):
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
-        self.first_norm = nn.BatchNorm2d(width)
-        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.second_norm = nn.BatchNorm2d(width)
-        self.shortcut: nn.Module | None = None
-        if stride != 1 or inputs != width:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width)
-            )
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.second_norm(self.second(self.relu(self.first_norm(self.first(x)))))
-        y += x if self.shortcut is None else self.shortcut(x)
-        return self.relu(y)
-
-
 def resnet(batch: int = 8, size: int = 32) -> tuple[nn.Module, Loss]:
+    shortcut = nn.Sequential(nn.Conv2d(16, 32, 1, 2, bias=False), nn.BatchNorm2d(32))
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, 1, 1, bias=False),
         nn.BatchNorm2d(16),
         nn.ReLU(inplace=True),
-        _Block(16, 16, 1),
-        _Block(16, 16, 1),
-        _Block(16, 16, 1),
-        _Block(16, 16, 1),
-        _Block(16, 32, 2),
-        _Block(32, 32, 1),
+        *(BasicBlock(16, 16) for _ in range(4)),
+        BasicBlock(16, 32, 2, shortcut),
+        BasicBlock(32, 32),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(32, 10),
@@ -127,18 +108,9 @@ def lstm_cell(steps: int = 40, batch: int = 16, width: int = 32) -> tuple[nn.Mod
     return _CellLoop(width), lambda m: m(x).square().mean()
 
 
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(32, 32, num_layers=8, dropout=0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lstm(x)[0]
-
-
 def lstm() -> tuple[nn.Module, Loss]:
     x = torch.randn(20, 8, 32)
-    return _Recurrent(), lambda m: m(x).square().mean()
+    return First(nn.LSTM(32, 32, num_layers=8, dropout=0.2)), lambda m: m(x).square().mean()
 
 
 Tree = list["Tree"]
@@ -246,14 +218,6 @@ def results(model: nn.Module, value: torch.Tensor) -> list[torch.Tensor | None]:
     if value.is_cuda:
         state = torch.cat([state, torch.cuda.get_rng_state(value.device)])
     return [value, *gradients, *model.buffers(), state]
-
-
-def same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists of tensors are equal, bit for bit."""
-    return len(a) == len(b) and all(
-        (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 class Plain:

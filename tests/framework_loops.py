@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from gpt2_models import small_gpt2
-from loops import Loop, case, drawn, residual, words
+from loops import Loop, case, drawn, words
 from torchvision_standins import import_torchvision
+from zoo.models import Gated
 
 with contextlib.suppress(ModuleNotFoundError):
     # Transformers and Lightning import torchvision where it is there.
@@ -139,7 +140,7 @@ def accelerated(loop: Loop) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = loop.wrap(residual())
+    model = loop.wrap(Gated())
     optimizer = torch.optim.Adam(model.parameters())
     data = torch.utils.data.DataLoader([drawn(k, 64) for k in range(128 * loop.steps)], 128)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
@@ -163,7 +164,7 @@ def lightning(loop: Loop) -> None:
     class Module(framework.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = residual()
+            self.net = Gated()
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             loss = self.net(batch).square().mean()

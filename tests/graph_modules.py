@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from training import same
 
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
@@ -181,7 +182,7 @@ class Step:
         found = [
             name
             for name in ("outputs", "gradients", "buffers")
-            if not _same(getattr(self, name), getattr(other, name))
+            if not same(getattr(self, name), getattr(other, name))
         ]
         return found + ([] if torch.equal(self.rng, other.rng) else ["rng"])
 
@@ -202,14 +203,6 @@ class Step:
             for a, b in pairs
             if a is None or a.is_floating_point()
         )
-
-
-def _same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
-    return len(a) == len(b) and all(
-        (s is None and t is None)
-        or (s is not None and t is not None and s.dtype == t.dtype and torch.equal(s, t))
-        for s, t in zip(a, b, strict=True)
-    )
 
 
 def step(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from training import same
 
 import rotor
 
@@ -27,13 +28,6 @@ class Perceptron(nn.Module):
         for layer in self.layers:
             x = self.dropout(layer(x).tanh()) * 1.5
         return self.norm(x)
-
-
-def same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(
-        (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 def limited(model: nn.Module, limit: int | str = UNLIMITED, **settings: Any) -> Any:

@@ -7,6 +7,12 @@ import torch
 import rotor
 
 
+def batches(count=3, rows=512, width=128):
+    """Return seeded batches."""
+    torch.manual_seed(0)
+    return [torch.randn(rows, width, device="sim") for _ in range(count)]
+
+
 def distance(output, target):
     return (output - target).square().mean()
 

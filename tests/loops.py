@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from zoo.models import First, Gated, Row, chain
 
 import rotor
 from rotor import memory, models
@@ -262,29 +263,6 @@ class Vision(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def residual(width: int = 64, layers: int = 6) -> nn.Module:
-    """Return a small model that is no Sequential."""
-
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
-            self.drop = nn.Dropout(0.1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + self.drop(torch.tanh(layer(x)))
-            return x
-
-    return Residual()
-
-
-def stages(width: int = 64, count: int = 6) -> nn.Sequential:
-    """Return a chain."""
-    parts = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
-    return nn.Sequential(*parts, nn.Dropout(0.1))
-
-
 @case("nanoGPT: accumulation, clipping, cosine")
 def nanogpt(loop: Loop) -> None:
     """Train as nanoGPT's train.py does."""
@@ -334,7 +312,7 @@ def timm(loop: Loop) -> None:
 @case("averages of weights (EMA)")
 def averages(loop: Loop) -> None:
     """Train a model, and evaluate the average of its weights."""
-    model = residual()
+    model = Gated()
     average = torch.optim.swa_utils.AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain, model = model, loop.wrap(model)
@@ -354,7 +332,7 @@ def averages(loop: Loop) -> None:
 @case("Sequential", share=0.6)
 def sequential(loop: Loop) -> None:
     """Train a chain of stages."""
-    model = loop.wrap(stages())
+    model = loop.wrap(chain(64, 6))
     optimizer = torch.optim.Adam(model.parameters())
     loop.train(model, optimizer, rows, lambda x: model(x).square().mean())
 
@@ -362,7 +340,7 @@ def sequential(loop: Loop) -> None:
 @case("loss in the plan (loss_fn)")
 def captured_loss(loop: Loop) -> None:
     """Train with the loss as a part of the plan."""
-    model, is_planned = residual(), loop.limit_bytes is not None
+    model, is_planned = Gated(), loop.limit_bytes is not None
     loop.options["loss_fn"] = F.mse_loss
     model = loop.wrap(model)
     optimizer = torch.optim.Adam(model.parameters())
@@ -379,7 +357,7 @@ def captured_loss(loop: Loop) -> None:
 @case("bf16 autocast", tolerance=5e-3)
 def bf16(loop: Loop) -> None:
     """Train under autocast."""
-    model = loop.wrap(residual())
+    model = loop.wrap(Gated())
     optimizer = torch.optim.Adam(model.parameters())
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -392,7 +370,7 @@ def bf16(loop: Loop) -> None:
 @case("GradScaler", tolerance=5e-3)
 def scaled(loop: Loop) -> None:
     """Train under autocast with a scaled loss."""
-    model = loop.wrap(stages())
+    model = loop.wrap(chain(64, 6))
     optimizer, scaler = torch.optim.Adam(model.parameters()), torch.amp.GradScaler("cpu")
     for number in range(loop.steps):
         (x,) = rows(number)
@@ -422,7 +400,7 @@ def compiled_below(loop: Loop) -> None:
 @case("torch.compile above")
 def compiled_above(loop: Loop) -> None:
     """Train with a compiled model."""
-    model = loop.wrap(residual())
+    model = loop.wrap(Gated())
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop.train(model, optimizer, rows, lambda x: compiled(x).square().mean())
@@ -431,7 +409,7 @@ def compiled_above(loop: Loop) -> None:
 @case("DataParallel on the CPU")
 def data_parallel(loop: Loop) -> None:
     """Train a model in a DataParallel without devices, which calls it as it is."""
-    model = loop.wrap(residual())
+    model = loop.wrap(Gated())
     parallel = nn.DataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop.train(model, optimizer, rows, lambda x: parallel(x).square().mean())
@@ -441,17 +419,9 @@ def data_parallel(loop: Loop) -> None:
 def lstm(loop: Loop) -> None:
     """Train a recurrent model."""
 
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh())
-            self.lstm = nn.LSTM(32, 32, batch_first=True)
-            self.leave = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.leave(self.lstm(self.enter(x))[0])
-
-    model = loop.wrap(Tagger())
+    enter = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh())
+    leave = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10))
+    model = loop.wrap(Row(enter, First(nn.LSTM(32, 32, batch_first=True)), leave))
     optimizer = torch.optim.Adam(model.parameters())
     texts = [(drawn(k, 16, 24, 32),) for k in range(loop.steps)]
     loop.train(model, optimizer, texts.__getitem__, lambda x: model(x).square().mean())
@@ -464,7 +434,7 @@ def branches(loop: Loop) -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = residual(layers=3), residual(layers=3)
+            self.first, self.second = Gated(64, 3), Gated(64, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.first(x)
@@ -478,7 +448,7 @@ def branches(loop: Loop) -> None:
 @case("GAN: two models, two optimizers", share=0.9)
 def gan(loop: Loop) -> None:
     """Train a generator and a discriminator in turn."""
-    generator, discriminator = residual(), nn.Sequential(stages(), nn.Linear(64, 1))
+    generator, discriminator = Gated(), nn.Sequential(chain(64, 6), nn.Linear(64, 1))
     generator = loop.wrap(generator, 0.5)
     discriminator = loop.wrap(discriminator, 0.5)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (generator, discriminator)]

@@ -64,12 +64,7 @@ def _fields(draw: Draw, n: int, published: bool, scale: int) -> dict[str, Any]:
 
 
 def random_chain(
-    rng: random.Random,
-    n_min: int = 1,
-    n_max: int = 4,
-    *,
-    published: bool = False,
-    scale: int = 1,
+    rng: random.Random, n_min: int = 1, n_max: int = 4, *, published: bool = False, scale: int = 1
 ) -> Chain:
     """A chain of n_min to n_max stages.
 
@@ -83,12 +78,7 @@ def random_chain(
 
 @st.composite
 def chains(
-    draw: st.DrawFn,
-    n_min: int = 1,
-    n_max: int = 4,
-    *,
-    published: bool = False,
-    scale: int = 1,
+    draw: st.DrawFn, n_min: int = 1, n_max: int = 4, *, published: bool = False, scale: int = 1
 ) -> Chain:
     """`random_chain` as a hypothesis strategy, which shrinks."""
     n = draw(st.integers(n_min, n_max))

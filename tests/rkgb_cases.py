@@ -136,10 +136,7 @@ ODD = {
     "counting": lambda: (Counting(), [torch.randn(3, 4)]),
     "frozen": lambda: (Frozen(), [torch.randn(3, 4)]),
     "masked": lambda: (Frozen(), [torch.randn(3, 4), torch.rand(3, 4) > 0.5]),
-    "recurrent": lambda: (
-        nn.Sequential(nn.LSTMCell(4, 4), First()),
-        [torch.randn(2, 4)],
-    ),
+    "recurrent": lambda: (nn.Sequential(nn.LSTMCell(4, 4), First()), [torch.randn(2, 4)]),
 }
 
 

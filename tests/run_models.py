@@ -4,33 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-
-
-class Recurrent(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(width, width, batch_first=True)
-        self.head = nn.Sequential(nn.Linear(width, 16 * width), nn.GELU(), nn.Linear(16 * width, 8))
-
-    def forward(self, x):
-        return self.head(self.recurrent(x)[0])
-
-
-class Skipping(nn.Module):
-    """Blocks that run by value: parts."""
-
-    def __init__(self, width: int = 32, depth: int = 3) -> None:
-        super().__init__()
-        blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU()) for _ in range(depth)]
-        self.blocks = nn.ModuleList(
-            [nn.Sequential(block, nn.Linear(4 * width, width)) for block in blocks]
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            if float(x.detach().abs().sum()) >= 0:
-                x = x + block(x)
-        return x
+from zoo.models import Asking, First, Row, Skip
 
 
 class Loose(nn.Module):
@@ -48,11 +22,13 @@ class Loose(nn.Module):
 
 
 def recurrent():
-    return Recurrent(), torch.randn(16, 12, 32)
+    head = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 8))
+    return Row(First(nn.LSTM(32, 32, batch_first=True)), head), torch.randn(16, 12, 32)
 
 
 def skipping():
-    return Skipping(), torch.randn(256, 32)
+    layers = lambda: (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))  # noqa: E731
+    return Asking(*(Skip(*layers()) for _ in range(3))), torch.randn(256, 32)
 
 
 def loose():

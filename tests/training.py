@@ -1,14 +1,17 @@
-"""Small models, and what it means that two ways of training them are equal."""
+"""Small models, steps of models, and what it means that two ways of training them are equal."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+import rotor
 from rotor.algorithms.sequence import Sequence
 
 
@@ -56,8 +59,7 @@ class Result:
         steps: int = 1,
     ) -> None:
         tensors = x if isinstance(x, tuple) else (x,)
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         for tensor in tensors:
             tensor.grad = None
         torch.manual_seed(seed)
@@ -77,7 +79,7 @@ class Result:
         return [
             name
             for name in ("outputs", "gradients", "inputs", "buffers")
-            if not _same(getattr(self, name), getattr(other, name))
+            if not same(getattr(self, name), getattr(other, name))
         ] + ([] if torch.equal(self.rng, other.rng) else ["rng"])
 
 
@@ -125,12 +127,70 @@ def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
+    return None if tensor is None else tensor.detach().clone()
 
 
-def _same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
-    return len(a) == len(b) and all(
-        (s is None and t is None)
-        or (s is not None and t is not None and s.dtype == t.dtype and torch.equal(s, t))
-        for s, t in zip(a, b, strict=True)
-    )
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors in lists, tuples and dictionaries bit for bit."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a is b or bool(type(a) is type(b) and not isinstance(a, torch.Tensor) and a == b)
+
+
+def gradients_of(*models: nn.Module) -> list[torch.Tensor | None]:
+    """Copies of the gradients of models."""
+    return [_copy(parameter.grad) for model in models for parameter in model.parameters()]
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[Any, int], Any],
+    steps: int = 3,
+    *,
+    state: Callable[[Any], Any] = lambda model: None,
+    accumulates: bool = False,
+    rate: float = 0.0,
+    **limits: Any,
+) -> tuple[list[Any], Any]:
+    """What steps from a seed leave, plain or within limits, and the model.
+
+    `loss_of` is called with the model and the number of the step, and returns a loss, or a tuple of
+    one and of other tensors to compare. After each step there are these, gradients, buffers and a
+    `state`, at the end the parameters and the generators' states.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    net = make()
+    model = rotor.Checkpointable(net, **{"verbosity": 0} | limits) if limits else net
+    optimizer = torch.optim.SGD(net.parameters(), rate)
+    found: list[Any] = []
+    for number in range(steps):
+        if not accumulates:
+            net.zero_grad()
+        made = loss_of(model, number)
+        loss, *others = made if isinstance(made, tuple) else (made,)
+        loss.backward()
+        found.append([*map(_copy, (loss, *others, *net.buffers())), gradients_of(net)])
+        found.append(copy.deepcopy(state(model)))
+        if rate:
+            optimizer.step()
+    return [*found, [*net.parameters()], torch.get_rng_state(), random.getstate()], model
+
+
+def check_equal(
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[Any, int], Any],
+    steps: int = 3,
+    **options: Any,
+) -> Any:
+    """Check that steps within limits leave what plain ones leave; return the limited model."""
+    common = {k: v for k, v in options.items() if k in ("state", "accumulates", "rate")}
+    expected, _ = trained(make, loss_of, steps, **common)
+    found, model = trained(make, loss_of, steps, **options)
+    assert same(found, expected)
+    return model

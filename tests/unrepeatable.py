@@ -105,23 +105,16 @@ def sample(rows: int = 128, width: int = 32) -> torch.Tensor:
 
 def step(model, x) -> tuple[float, list[torch.Tensor]]:
     """The loss and the gradients of one step from seeded generators."""
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     seed()
     loss = model(x).square().mean()
     loss.backward()
     return loss.item(), [p.grad.clone() for p in model.parameters()]
 
 
-def same(a, b) -> bool:
-    """Whether two steps gave the same bits."""
-    return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
-
-
 def planned(model, x, factor: float = 1.02, **options):
     """The model under about the least limit, and the warnings of getting there."""
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         chk = rotor.Checkpointable(model, **{"effort": "fast"} | options)

@@ -9,29 +9,22 @@ import pytest
 import torch
 from random_graphs import training_graph
 from torch import nn
+from zoo.models import Row
 
 import rotor
 from rotor.engines.graph import improving
 from rotor.graph import Graph, Link, curve, plan
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True)
-        self.layers = nn.ModuleList(layer for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def encoder():
+    return Row(*[nn.TransformerEncoderLayer(32, 4, 64, 0.1, batch_first=True)] * 2)
 
 
 @pytest.fixture(scope="module")
 def graph():
     torch.manual_seed(0)
     x = torch.randn(8, 32, 32)
-    return rotor.Checkpointable(Encoder(), x, "1GiB", engine="graph", effort="fast").plan.graph
+    return rotor.Checkpointable(encoder(), x, "1GiB", engine="graph", effort="fast").plan.graph
 
 
 def at_times(graph, seed):
@@ -79,7 +72,7 @@ def test_the_least_limit_of_a_model_is_the_same_at_other_times(tmp_path, monkeyp
     for number in range(2):
         monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path / str(number)))
         torch.manual_seed(0)
-        chk = rotor.Checkpointable(Encoder(), mem_limit=1000, engine="graph")
+        chk = rotor.Checkpointable(encoder(), mem_limit=1000, engine="graph")
         with pytest.raises(rotor.InfeasibleError) as caught:
             chk(torch.randn(8, 32, 32))
         found.append(caught.value.minimum_bytes)
@@ -123,10 +116,10 @@ def test_with_a_second_tier_too_bytes_alone_decide():
 def test_a_curve_of_a_model_begins_at_the_limit_that_its_error_names():
     torch.manual_seed(0)
     x = torch.randn(8, 32, 32)
-    chk = rotor.Checkpointable(Encoder(), x, "1GiB", engine="graph", effort="fast")
+    chk = rotor.Checkpointable(encoder(), x, "1GiB", engine="graph", effort="fast")
     least = chk.curve(4).minimum_bytes
     with pytest.raises(rotor.InfeasibleError) as caught:
-        rotor.Checkpointable(Encoder(), x, 1000, engine="graph", effort="fast")
+        rotor.Checkpointable(encoder(), x, 1000, engine="graph", effort="fast")
     assert caught.value.minimum_bytes == least
     chk.mem_limit = least
     chk(x).sum().backward()

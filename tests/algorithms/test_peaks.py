@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from random_chains import chains
 from torch import nn
+from zoo.models import Asking, Row
 
 import rotor
 from rotor.algorithms import get
@@ -37,12 +38,7 @@ def test_a_peak_by_hand():
     assert caught.value.peak == Peak(
         "df in the backward",
         "first",
-        {
-            "inputs": 150,
-            Peak.GRADIENTS: 30,
-            "outputs": 20,
-            "workspace": 700,
-        },
+        {"inputs": 150, Peak.GRADIENTS: 30, "outputs": 20, "workspace": 700},
     )
     assert str(caught.value).endswith(
         "bytes. The least is set by df in the backward of module 'first': 700 B workspace, 150 B "
@@ -60,32 +56,27 @@ def test_the_parts_of_a_sequence_add_up(chain):
     assert min(peak.parts.values()) >= 0
 
 
-class Inner(nn.Module):
+def stage_of(count, width):
     """Several layers as one stage."""
-
-    def __init__(self, count, width):
-        super().__init__()
-        layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
-        self.layers = nn.Sequential(nn.Linear(16, width), *layers, nn.Linear(width, 16))
-
-    def forward(self, x):
-        return self.layers(x)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
+    return Row(nn.Linear(16, width), *layers, nn.Linear(width, 16))
 
 
 def test_a_stage_that_saves_most_of_it_is_named_as_one_to_cut():
-    inner, last, x = Inner(8, 16), nn.Linear(16, 16), torch.randn(512, 16)
+    inner, last, x = stage_of(8, 16), nn.Linear(16, 16), torch.randn(512, 16)
     chk = rotor.Checkpointable(nn.Sequential(inner, last), x, "1GiB", engine="chain")
     error = refusal(chk)
     assert "cut stage 0 into several, or make" in str(error)
     assert error.peak.module == "0"
-    chk = rotor.Checkpointable(nn.Sequential(inner.layers, last), x, "1GiB", engine="chain")
+    cut = nn.Sequential(nn.Sequential(*inner), last)
+    chk = rotor.Checkpointable(cut, x, "1GiB", engine="chain")
     again = refusal(chk)
     assert again.minimum_bytes < 0.7 * error.minimum_bytes
     assert "into several" not in str(again)
 
 
 def test_a_stage_of_one_large_value_is_not():
-    inner, last, x = Inner(0, 256), nn.Linear(16, 16), torch.randn(512, 16)
+    inner, last, x = stage_of(0, 256), nn.Linear(16, 16), torch.randn(512, 16)
     chk = rotor.Checkpointable(nn.Sequential(inner, last), x, "1GiB", engine="chain")
     error = refusal(chk)
     assert error.peak.module == "0"
@@ -108,25 +99,14 @@ def test_gradients_that_set_the_least_do_not_once_they_exist(engine):
     assert "No smaller batch" not in str(again)
 
 
-class Broken(nn.Module):
-    """A model in two parts, as its number is read between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
-        self.second = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.second(x * (2.0 if x.detach().sum().item() > 0 else 1.0))
-
-
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 def test_the_largest_part_is_named():
-    chk = rotor.Checkpointable(Broken(), torch.randn(64, 32), "1GiB")
+    first = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+    second = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    chk = rotor.Checkpointable(Asking(first, second), torch.randn(64, 32), "1GiB")
     error = refusal(chk)
-    assert error.peak.module == "first"
-    assert "The least is set by backward of module 'first': " in str(error)
+    assert error.peak.module == "0"
+    assert "The least is set by backward of module '0': " in str(error)
 
 
 def test_the_sum_behind_a_total_limit_names_the_peak_once():

@@ -366,9 +366,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [Persistent(exact_table_bytes=1 << 40), Persistent(20_000)],
-    ids=["exact", "slots"],
+    "algorithm", [Persistent(exact_table_bytes=1 << 40), Persistent(20_000)], ids=["exact", "slots"]
 )
 def test_ctrl_c(algorithm: Persistent) -> None:
     """Each would take minutes."""

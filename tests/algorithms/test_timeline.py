@@ -20,12 +20,6 @@ from rotor import memory
 from rotor.common.timeline import PredictedTimeline, Timeline, thinned, timeline_of
 
 
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
-
-
 def stages() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(5)])
 

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotor.units import (
-    LARGEST_BYTES,
-    exact_bytes,
-    format_bytes,
-    format_seconds,
-    parse_bytes,
-    to_ns,
-)
+from rotor.units import LARGEST_BYTES, exact_bytes, format_bytes, format_seconds, parse_bytes, to_ns
 
 ROOT = Path(__file__).parents[2]
 

@@ -155,12 +155,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int,
     "shared weight": (_shared, _ids, 2, "weight is shared with another module"),
     "uneven": (_uneven, _ids, 3, "they differ in scale"),
     "hooked": (_hooked, _ids, 3, "one has a hook"),
-    "gpt": (
-        lambda: rotor.gpt.gpt("tiny", dropout=0.1),
-        lambda: torch.arange(16).view(2, 8),
-        4,
-        "",
-    ),
+    "gpt": (lambda: rotor.gpt.gpt("tiny", dropout=0.1), lambda: torch.arange(16).view(2, 8), 4, ""),
     "encoder": (
         lambda: nn.TransformerEncoder(
             nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4, enable_nested_tensor=False

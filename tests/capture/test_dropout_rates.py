@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from zoo.cases import rows
+from zoo.models import Function
 
 import rotor
 from rotor import memory
@@ -28,23 +30,21 @@ class Dropped(nn.Module):
         return functional.dropout(torch.tanh(self.inner(x)), self.rate)
 
 
-class Attended(nn.Module):
+def attended(rate: float) -> nn.Module:
     """Attention with dropout of its weights."""
 
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(64, 4, rate, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.unflatten(0, (-1, 16))
         return self.inner(x, x, x, need_weights=False)[0].flatten(0, 1)
+
+    return Function(forward, inner=nn.MultiheadAttention(64, 4, rate, batch_first=True))
 
 
 def by_a_module(rate: float) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(rate))
 
 
-KINDS: list[Callable[[float], nn.Module]] = [Dropped, Attended, by_a_module]
+KINDS: list[Callable[[float], nn.Module]] = [Dropped, attended, by_a_module]
 
 
 def made(kind: Callable[[float], nn.Module], dtype: torch.dtype) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Asking, Row, Skip
 
 import rotor
 
@@ -48,29 +49,17 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-class Net(nn.Module):
-    """Model with dropout, attention and norms; it breaks its graph if asked for."""
-
-    def __init__(self, *, breaks: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32))
-            for _ in range(5)
-        )
-        self.norm, self.breaks = nn.LayerNorm(32), breaks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(self.norm(x))
-        if self.breaks and x.sum() > 1e9:
-            return x * 2
-        return x
+def net_of(breaks: bool) -> nn.Module:
+    """Model with dropout and norms; it breaks its graph if asked for."""
+    norm = nn.LayerNorm(32)
+    parts = lambda: (nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32))  # noqa: E731
+    return (Asking if breaks else Row)(*(Skip(norm, *parts()) for _ in range(5)))
 
 
 def gradients(mode: str, engine: str | None, *, breaks: bool = False) -> list[torch.Tensor]:
     forward, backward = MODES[mode]
     torch.manual_seed(0)
-    net = Net(breaks=breaks)
+    net = net_of(breaks)
     limit: dict[str, Any] = {"mem_limit": "900 KB", "engine": engine, "verbosity": 0}
     model = net if engine is None else rotor.Checkpointable(net, **limit)
     x, found = torch.randn(256, 32), []

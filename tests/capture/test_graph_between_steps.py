@@ -16,6 +16,8 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
 )
 from torch.nn.utils import parametrizations, prune
+from training import check_equal
+from zoo.models import Row
 
 import rotor
 
@@ -92,8 +94,7 @@ def trained(
         for step in range(4):
             if step == 2:
                 made = change(net, patch)
-            for parameter in net.parameters():
-                parameter.grad = None
+            net.zero_grad()
             loss = model(x).square().mean()
             loss.backward()
             grads = [p.grad.sum().item() for p in net.parameters() if p.grad is not None]
@@ -113,47 +114,34 @@ def test_a_graph_follows_a_change(
 
 
 def test_a_graph_follows_a_hook_that_is_removed() -> None:
-    losses = []
-    for engine in (None, "graph"):
-        torch.manual_seed(0)
+    handles = []
+
+    def make() -> nn.Module:
         net = nn.Sequential(*[Layer(nn.BatchNorm1d) for _ in range(3)])
-        handle = net[1].b.register_forward_hook(doubled)
-        limit = {"mem_limit": "1 MB", "engine": engine, "verbosity": 0}
-        model = net if engine is None else rotor.Checkpointable(net, **limit)
-        x, seen = torch.randn(32, 16), []
-        for step in range(4):
-            if step == 2:
-                handle.remove()
-            loss = model(x).square().mean()
-            loss.backward()
-            seen.append(loss.item())
-        losses.append(seen)
-    assert losses[0] == losses[1]
+        handles.append(net[1].b.register_forward_hook(doubled))
+        return net
+
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        if number == 2:
+            handles[-1].remove()
+        return model(torch.randn(32, 16)).square().mean()
+
+    check_equal(make, loss_of, 4, accumulates=True, mem_limit="1 MB", engine="graph")
 
 
 @pytest.mark.parametrize(
     "register",
     [
-        lambda net: net[0].layers[2].a.register_full_backward_hook(doubled_gradients),
+        lambda net: net[0][2].a.register_full_backward_hook(doubled_gradients),
         lambda net: register_module_full_backward_hook(doubled_gradients),
     ],
     ids=["of one module", "of all"],
 )
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
 def test_a_backward_hook_between_steps_is_called(register: Any, norm: type[nn.Module]) -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer(norm) for _ in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
     def gradients(engine: str | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        net = nn.ModuleList([Whole()])
+        net = nn.ModuleList([Row(*(Layer(norm) for _ in range(4)))])
         model: Any = net[0]
         if engine is not None:
             model = rotor.Checkpointable(net[0], mem_limit="1 MB", engine=engine, verbosity=0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Asking, Row
 
 import rotor
 
@@ -25,7 +26,7 @@ ASKED: dict[str, Callable[[torch.Tensor], bool]] = {
 }
 
 
-class Asking(nn.Module):
+class Choosing(nn.Module):
     """Model whose layers differ where it is compiled; breaks its graph too, if asked for."""
 
     def __init__(self, asked: Callable[[torch.Tensor], bool], *, breaks: bool = False) -> None:
@@ -62,14 +63,14 @@ def results(make: Callable[[], nn.Module], engine: str | None, steps: int = 3) -
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_code_that_asks_is_not_told_that_it_is_compiled(asked: str, engine: str) -> None:
     def make() -> nn.Module:
-        return Asking(ASKED[asked])
+        return Choosing(ASKED[asked])
 
     assert results(make, engine) == results(make, None)
 
 
 def test_parts_take_the_plain_branch() -> None:
     def make() -> nn.Module:
-        return Asking(from_module, breaks=True)
+        return Choosing(from_module, breaks=True)
 
     with pytest.warns(rotor.MemoryLimitWarning, match="no single graph"):
         limited = results(make, "auto")
@@ -172,31 +173,17 @@ class Scaled(nn.Module):
         return y if gradient is None else y * (1 + gradient.abs().sum().clamp(max=1))
 
 
-class Whole(nn.Module):
-    def __init__(self, *, breaks: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Scaled() for _ in range(5))
-        self.breaks = breaks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        if self.breaks and x.sum() > 1e9:
-            return x * 2
-        return x
-
-
 @pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
 def test_a_forward_reads_the_gradients_that_exist(engine: str) -> None:
     def make() -> nn.Module:
-        return Whole(breaks=False)
+        return Row(*(Scaled() for _ in range(5)))
 
     assert results(make, engine, steps=4) == results(make, None, steps=4)
 
 
 def test_parts_read_the_gradients_that_exist() -> None:
     def make() -> nn.Module:
-        return Whole(breaks=True)
+        return Asking(*(Scaled() for _ in range(5)))
 
     with pytest.warns(rotor.MemoryLimitWarning, match="no single graph"):
         limited = results(make, "auto", steps=4)
@@ -204,6 +191,6 @@ def test_parts_read_the_gradients_that_exist() -> None:
 
 
 def test_the_answers_of_pytorch_are_back_after_a_capture() -> None:
-    results(lambda: Asking(from_module), "graph")
+    results(lambda: Choosing(from_module), "graph")
     compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
     assert compiled(torch.zeros(())).item() == 1.0

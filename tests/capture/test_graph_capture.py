@@ -15,32 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from versions import HANDS_OVER
+from zoo.models import Function
 
 import rotor
 
 pytestmark = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
-
-
-class Net(nn.Module):
-    """A module that runs a function of itself and the arguments."""
-
-    def __init__(self, function, **parts) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
 
 
 def linears(count: int = 4, width: int = 16) -> nn.ModuleList:
@@ -130,7 +109,7 @@ def test_keyword_arguments():
             x = F.gelu(linear(x)) * scale if flag else linear(x)
         return x if mask is None else x * mask
 
-    model = Net(forward, l=linears())
+    model = Function(forward, l=linears())
     check(model, (rows(),), {"scale": 2.0, "mask": torch.rand(32, 16) > 0.5})
     check(model, (rows(),), {"scale": 0.5, "flag": False})
 
@@ -147,7 +126,7 @@ def test_dataclass_output():
         h = hidden(self, x)
         return Output(h[-1], (h[1], h[2].detach()))
 
-    chk = check(Net(forward, l=linears()))
+    chk = check(Function(forward, l=linears()))
     output = chk(rows())
     assert isinstance(output, Output)
     assert output.number == 3
@@ -159,13 +138,13 @@ def test_nested_output_with_none_and_numbers():
         h = hidden(self, x)
         return {"a": h[-1], "b": [h[1], None, 3, "text"], "c": {"d": h[2].argmax(-1)}}
 
-    output = check(Net(forward, l=linears()))(rows())
+    output = check(Function(forward, l=linears()))(rows())
     assert output["b"][1:] == [None, 3, "text"]
     assert output["c"]["d"].dtype == torch.int64
 
 
 def test_outputs_that_no_loss_uses_give_no_gradient():
-    model = Net(lambda self, x: tuple(hidden(self, x)[1:]), l=linears())
+    model = Function(lambda self, x: tuple(hidden(self, x)[1:]), l=linears())
     chk = check(model, loss=lambda output: output[1].sum())
     chk.zero_grad()
     chk(rows())[1].sum().backward()
@@ -176,12 +155,12 @@ def test_integer_and_boolean_inputs():
     def forward(self, tokens, mask):
         return chain(self, self.e(tokens)).masked_fill(mask[..., None], 0.0)
 
-    model = Net(forward, e=nn.Embedding(50, 16), l=linears())
+    model = Function(forward, e=nn.Embedding(50, 16), l=linears())
     check(model, (torch.randint(50, (4, 8)), torch.rand(4, 8) > 0.5))
 
 
 def test_inputs_that_require_gradients():
-    model = Net(lambda self, x, y: chain(self, x) * y, l=linears())
+    model = Function(lambda self, x, y: chain(self, x) * y, l=linears())
     check(model, (rows(requires_grad=True), rows(requires_grad=True)))
 
 
@@ -191,7 +170,7 @@ def test_outputs_that_alias_inputs_and_each_other(requires_grad):
         y = chain(self, x)
         return x.view(-1), y, y.t(), y[0], x
 
-    model, args = Net(forward, l=linears()), (rows(requires_grad=requires_grad),)
+    model, args = Function(forward, l=linears()), (rows(requires_grad=requires_grad),)
     check(model, args, fractions=(1.0, 0.6))
 
 
@@ -199,11 +178,11 @@ def test_parameters_and_buffers_as_outputs():
     def forward(self, x):
         return self.l[0](x).relu(), self.l[0].weight, self.l[1].weight * 2, self.b
 
-    check(Net(forward, l=linears(2), b=torch.ones(3)))
+    check(Function(forward, l=linears(2), b=torch.ones(3)))
 
 
 def test_tied_frozen_and_unused_parameters():
-    model = Net(chain, l=linears(), unused=nn.Linear(3, 3))
+    model = Function(chain, l=linears(), unused=nn.Linear(3, 3))
     model.l[1].weight = model.l[2].weight
     model.l[3].requires_grad_(False)
     chk = check(model)
@@ -219,7 +198,7 @@ def test_buffers_that_a_forward_changes():
         return chain(self, x) * self.n + self.ema
 
     buffers = {"n": torch.zeros(()), "ema": torch.zeros(16), "reassigned": torch.zeros(())}
-    chk = check(Net(forward, l=linears(), **buffers))
+    chk = check(Function(forward, l=linears(), **buffers))
     assert chk.module.n == 2
 
 
@@ -245,7 +224,9 @@ def test_batch_norm_in_place_dropout_and_instance_norm():
 def test_normalized_weights():
     spectral = nn.utils.parametrizations.spectral_norm
     weight = nn.utils.parametrizations.weight_norm
-    model = Net(chain, l=nn.ModuleList([spectral(nn.Linear(16, 16)), weight(nn.Linear(16, 16))]))
+    model = Function(
+        chain, l=nn.ModuleList([spectral(nn.Linear(16, 16)), weight(nn.Linear(16, 16))])
+    )
     check(model)
 
 
@@ -254,13 +235,13 @@ def autocast():
 
 
 def test_autocast_outside_and_inside():
-    check(Net(chain, l=linears()), context=autocast, tolerance=0.02)
+    check(Function(chain, l=linears()), context=autocast, tolerance=0.02)
 
     def forward(self, x):
         with autocast():
             return chain(self, x)
 
-    check(Net(forward, l=linears()), tolerance=0.02)
+    check(Function(forward, l=linears()), tolerance=0.02)
 
 
 def test_functions_of_the_user():
@@ -269,7 +250,7 @@ def test_functions_of_the_user():
             x = Scaled.apply(torch.tanh(linear(x)))
         return x
 
-    check(Net(forward, l=linears()))
+    check(Function(forward, l=linears()))
 
 
 def test_checkpoint_inside():
@@ -278,7 +259,7 @@ def test_checkpoint_inside():
             x = checkpoint(lambda y, f=linear: F.dropout(F.gelu(f(y)), 0.2), x, use_reentrant=False)
         return x
 
-    check(Net(forward, l=linears()))
+    check(Function(forward, l=linears()))
 
 
 def test_every_kind_of_randomness():
@@ -286,11 +267,11 @@ def test_every_kind_of_randomness():
         a, b, c = F.gumbel_softmax(self.l[0](x)), self.l[1](x).sigmoid(), self.l[2](x)
         return a + torch.bernoulli(b) + F.rrelu(c, training=True) + F.alpha_dropout(x, 0.2, True)
 
-    check(Net(forward, l=linears()), fractions=(1.0, 0.3, 0.0))
+    check(Function(forward, l=linears()), fractions=(1.0, 0.3, 0.0))
 
 
 def test_hooks_of_parts_and_of_the_model():
-    model = Net(chain, l=linears())
+    model = Function(chain, l=linears())
     model.l[1].register_forward_hook(lambda module, args, output: output * 2)
     model.l[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     model.register_forward_hook(lambda module, args, output: output - 1)
@@ -298,7 +279,7 @@ def test_hooks_of_parts_and_of_the_model():
 
 
 def test_hooks_of_tensors_and_parameters():
-    model, x = Net(chain, l=linears()), rows()
+    model, x = Function(chain, l=linears()), rows()
     plain = copy.deepcopy(model)
     chk = rotor.Checkpointable(model, mem_limit="1MiB", engine="graph")
     seen = []
@@ -313,10 +294,10 @@ def test_hooks_of_tensors_and_parameters():
 
 @pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda y: y[0, 0], lambda y: y.mean(0).max()])
 def test_gradients_of_the_output_of_any_layout(loss):
-    check(Net(chain, l=linears()), loss=loss)
+    check(Function(chain, l=linears()), loss=loss)
     # Kernels may copy a gradient that comes in another layout; one that is expanded they do not.
     room = {} if loss is torch.Tensor.sum else {"room": 4096}
-    check(Net(lambda self, x: chain(self, x).t(), l=linears()), loss=loss, **room)
+    check(Function(lambda self, x: chain(self, x).t(), l=linears()), loss=loss, **room)
 
 
 def test_a_sequential_and_an_argument_called_input():
@@ -325,14 +306,14 @@ def test_a_sequential_and_an_argument_called_input():
     def forward(self, input):
         return chain(self, input)
 
-    check(Net(forward, l=linears()), (), {"input": rows()})
+    check(Function(forward, l=linears()), (), {"input": rows()})
 
 
 def test_loss_inside_the_model():
     def forward(self, x, target):
         return F.mse_loss(chain(self, x), target)
 
-    check(Net(forward, l=linears()), (rows(), rows()), loss=lambda y: y)
+    check(Function(forward, l=linears()), (rows(), rows()), loss=lambda y: y)
 
 
 def test_inputs_that_the_model_changes():
@@ -340,7 +321,7 @@ def test_inputs_that_the_model_changes():
         state.add_(1)
         return chain(self, x) * state
 
-    check(Net(forward, l=linears()), (rows(), torch.zeros(16)))
+    check(Function(forward, l=linears()), (rows(), torch.zeros(16)))
 
 
 def test_several_outputs_of_one_operation_and_views():
@@ -352,7 +333,7 @@ def test_several_outputs_of_one_operation_and_views():
         ordered, _ = y.sort(-1)
         return ordered, values, where, y.unbind(0)[0], F.pad(y, (1, 1))
 
-    check(Net(forward, q=nn.Linear(16, 48)))
+    check(Function(forward, q=nn.Linear(16, 48)))
 
 
 def test_indexed_writes():
@@ -363,22 +344,22 @@ def test_indexed_writes():
         y.scatter_add_(0, i[:, None].expand(32, 16), self.l[1](x))
         return self.l[2](y).cumsum(0)
 
-    check(Net(forward, l=linears()), (rows(), torch.randint(32, (32,))))
+    check(Function(forward, l=linears()), (rows(), torch.randint(32, (32,))))
 
 
 def test_complex_numbers_and_double_precision():
     def forward(self, x):
         return torch.fft.irfft(torch.fft.rfft(self.l[0](x)) * (1 + 1j), n=16) + self.l[1](x)
 
-    check(Net(forward, l=linears()))
-    check(Net(chain, l=linears()).double(), (rows().double(),))
+    check(Function(forward, l=linears()))
+    check(Function(chain, l=linears()).double(), (rows().double(),))
 
 
 def test_a_transposed_batch_norm():
     def forward(self, x):
         return self.b(self.l[0](x).transpose(1, 2)).transpose(1, 2).relu()
 
-    model = Net(forward, l=linears(1), b=nn.BatchNorm1d(16))
+    model = Function(forward, l=linears(1), b=nn.BatchNorm1d(16))
     check(model, (rows(4, 8, 16),), tolerance=1e-5)
 
 
@@ -402,7 +383,7 @@ class Reversed(torch.autograd.Function):
 
 
 def test_an_error_of_dynamos_own_is_a_refusal():
-    model = Net(lambda self, x: Reversed.apply(chain(self, x)), l=linears())
+    model = Function(lambda self, x: Reversed.apply(chain(self, x)), l=linears())
     chk = rotor.Checkpointable(model, mem_limit="1GiB", engine="graph")
     with pytest.raises(rotor.CaptureError, match="capture failed in its own code"):
         chk(rows())
@@ -413,7 +394,7 @@ def test_each_backward_is_of_its_own_graph():
         x = chain(self, x)
         return torch.sin(x * self.more) if self.is_longer else x
 
-    model = Net(forward, l=linears(), more=nn.Parameter(torch.randn(16)))
+    model = Function(forward, l=linears(), more=nn.Parameter(torch.randn(16)))
     chk = rotor.Checkpointable(model, mem_limit="1MiB", engine="graph")
     x = rows()
 

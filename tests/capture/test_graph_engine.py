@@ -15,6 +15,7 @@ import torch
 from graph_modules import loss_of, step
 from torch import nn
 from torch.nn import functional as F
+from training import gradients_of, same
 from versions import HANDS_OVER
 
 import rotor
@@ -24,12 +25,6 @@ from rotor.common import cache
 from rotor.errors import CaptureError
 
 quiet = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -128,13 +123,6 @@ def least_of(chk) -> int:
     return caught.value.minimum_bytes
 
 
-def equal_gradients(a, b) -> bool:
-    return all(
-        (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
-        for p, q in zip(a.parameters(), b.parameters(), strict=True)
-    )
-
-
 # -- the promise
 
 
@@ -168,7 +156,7 @@ def test_limit_holds_from_the_first_step_with_a_captured_loss(name):
         # The generator's states are reserved for the whole step, wherever the peak lies.
         beside = chk.plan.executor_bytes
         assert meter.peak_bytes == pytest.approx(chk.get_expected_memory(), rel=0.01, abs=beside)
-        assert equal_gradients(plain, chk)
+        assert same(gradients_of(plain), gradients_of(chk))
         assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), chk.buffers(), strict=True))
 
 
@@ -188,7 +176,7 @@ def test_limit_holds_from_the_second_step_with_the_loss_outside(name):
             each.zero_grad()
             torch.manual_seed(seed)
             cross_entropy(call(x), t).backward()
-        assert equal_gradients(plain, chk)
+        assert same(gradients_of(plain), gradients_of(chk))
         measured.append(chk.plan.measured_bytes)
     assert all(m <= limit for m in measured[1:])
     with memory.meter("cpu") as meter:
@@ -257,7 +245,7 @@ def test_existing_gradients_and_accumulation():
         for call in (plain, chk):
             torch.manual_seed(seed)
             loss_of(call(x)).backward()
-        assert equal_gradients(plain, chk)
+        assert same(gradients_of(plain), gradients_of(chk))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
@@ -389,7 +377,7 @@ def test_two_forwards_before_a_backward_and_several_models():
         for output in outputs[::-1]:
             loss_of(output).backward()
     for model, chk in wrapped:
-        assert equal_gradients(model, chk)
+        assert same(gradients_of(model), gradients_of(chk))
 
 
 def test_pending_forwards_warn_once():

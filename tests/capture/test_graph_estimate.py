@@ -25,12 +25,6 @@ CUDA = rg.Machine("other", 5e13, 2e12, 4e-6, 4e14, "cuda")
 NS = 1_000_000_000
 
 
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def nothing_runs(monkeypatch):
     def refused(*_, **__):

@@ -12,6 +12,7 @@ from eager_inductor import run_by_eager
 from graph_modules import RandomNet, arguments, in_order, loss_of, random_program, step
 from torch import nn
 from torch.nn import functional as F
+from training import gradients_of, same
 
 import rotor
 from rotor._pytorch import inductor as _inductor
@@ -30,12 +31,6 @@ def _compiles() -> str:
 needs_compiler = pytest.mark.skipif(bool(_compiles()), reason=f"Inductor needs: {_compiles()}")
 slow = pytest.mark.slow
 DROPOUT = 0.3
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +113,7 @@ def planned(model, limit, *, loss_fn=None, **options):
 
 def state_after(model, x, steps, **call):
     """Losses, gradients and buffers after some steps that accumulate."""
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     torch.manual_seed(1)
     losses = []
     for _ in range(steps):
@@ -128,10 +122,6 @@ def state_after(model, x, steps, **call):
         loss.backward()
         losses.append(loss.detach())
     return [*losses, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def both(model, x, fraction, *, steps=2, loss_fn=None, **call):
@@ -365,8 +355,7 @@ def test_what_never_fits_stays_with_fx_and_says_so(monkeypatch):
     assert chk.plan.measured_bytes <= limit
     torch.manual_seed(0)
     plain(x, targets=(target,)).backward()
-    pairs = zip(chk.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert same(gradients_of(chk), gradients_of(plain))
 
 
 # -- compiled
@@ -380,7 +369,7 @@ def test_dropout_and_norm_equal_the_unplanned_run(caplog):
             model, x, 0.8, loss_fn=F.mse_loss, targets=(target,)
         )
     assert limited.plan.recomputed > 0
-    assert equal(expected, found)
+    assert same(expected, found)
     assert limited.module.norm.num_batches_tracked == 2
     assert keeps_or_says(limited)
     assert "compiled by Inductor in" in caplog.text
@@ -403,7 +392,7 @@ def test_convolutions_keep_their_limit(fraction):
     assert limited.plan.recomputed > 0
     assert limited.plan.step.inductor is not None
     assert limited.plan.measured_bytes <= limited.mem_limit
-    assert equal(expected, found)
+    assert same(expected, found)
 
 
 @slow
@@ -417,7 +406,7 @@ def test_attention_equals_the_unplanned_run(dropout):
     assert limited.plan.recomputed > 0
     assert keeps_or_says(limited)
     assert limited.plan.step.inductor is not None
-    assert equal(expected, found)
+    assert same(expected, found)
 
 
 @slow
@@ -433,8 +422,7 @@ def test_a_loss_outside_accumulation_and_another_batch():
         for each in (unplanned, limited):
             torch.manual_seed(1)
             loss_of(each(batch)).backward()
-    pairs = zip(unplanned.parameters(), limited.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    assert same(gradients_of(unplanned), gradients_of(limited))
     # The first step alone makes new gradients.
     assert len(limited.plans) == 3
     told = limited.report()

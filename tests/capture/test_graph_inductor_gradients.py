@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -18,7 +17,7 @@ from accumulating import (
     metered,
 )
 from accumulating import step as train
-from capture.test_graph_inductor import Planned, needs_compiler
+from capture.test_graph_inductor import Planned, _quick_compiler, needs_compiler  # noqa: F401
 from eager_inductor import run_by_eager
 from graph_modules import RandomNet, arguments, in_order, random_program, step
 from torch import nn
@@ -38,18 +37,6 @@ SMALL_BYTES = 2048
 @pytest.fixture
 def eager(monkeypatch):
     monkeypatch.setattr(_inductor, "compile_graph", run_by_eager())
-
-
-@pytest.fixture(autouse=True)
-def _quick_compiler():
-    from torch._inductor import config
-
-    with warnings.catch_warnings(), config.patch(compile_threads=1):
-        for category in (DeprecationWarning, FutureWarning, ResourceWarning, UserWarning):
-            warnings.simplefilter("ignore", category)
-        warnings.simplefilter("error", rotor.MemoryLimitWarning)
-        yield
-    torch._dynamo.reset()
 
 
 def planned(model, limit="1GiB"):

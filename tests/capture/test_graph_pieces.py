@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from versions import HANDS_OVER
-from zoo.models import FeedForward
+from zoo.models import FeedForward, Row
 
 import rotor
 from rotor import memory
@@ -35,12 +35,6 @@ from rotor.graph.assembly import Bases, Option, choose, least_bytes, simulate, u
 
 DATA = re.compile(r'id="data">(.*?)</script>')
 quiet = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
 
 
 # -- the choice
@@ -200,24 +194,14 @@ class Shared(nn.Module):
         return self.block(x)
 
 
-class Deep(nn.Module):
-    """The break is inside of children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Sequential(FeedForward(), Talks(), FeedForward()) for _ in range(2)]
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class Talks(nn.Module):
     def forward(self, x):
         return x if x.sum().item() < 1e9 else 2 * x
+
+
+def deep() -> nn.Module:
+    """Breaks are inside of children."""
+    return Row(*(nn.Sequential(FeedForward(), Talks(), FeedForward()) for _ in range(2)))
 
 
 def rows(count: int = 64) -> torch.Tensor:
@@ -232,8 +216,7 @@ def pictures() -> torch.Tensor:
 
 def peak_of(model, x) -> int:
     step(model, model, (x,))
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     with memory.meter("cpu") as meter:
         step(model, model, (x,))
     return meter.peak_bytes
@@ -262,7 +245,7 @@ CASES = {
     "break": (Breaks, rows, ["blocks.0", "blocks.1", "blocks.2"]),
     "lstm": (Recurrent, pictures, ["stem", "body"]),
     "shared": (Shared, rows, ["block", "other", "block, call 2"]),
-    "deep": (Deep, rows, ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"]),
+    "deep": (deep, rows, ["0.0", "0.2", "1.0", "1.2"]),
 }
 
 
@@ -313,7 +296,7 @@ def test_a_page_has_the_step_without_recomputation(name, tmp_path):
 
 
 def test_the_reason_names_the_line_once():
-    chk = rotor.Checkpointable(Deep(), mem_limit="1MiB")
+    chk = rotor.Checkpointable(deep(), mem_limit="1MiB")
     with pytest.warns(rotor.MemoryLimitWarning, match="no single graph") as caught:
         chk(rows())
     text = str(caught[0].message)
@@ -324,7 +307,7 @@ def test_the_reason_names_the_line_once():
 
 @quiet
 def test_a_step_whose_output_is_dropped_is_metered_no_more():
-    chk = rotor.Checkpointable(Deep(), mem_limit="1MiB")
+    chk = rotor.Checkpointable(deep(), mem_limit="1MiB")
     gc.disable()
     try:
         chk(rows())

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from training import gradients_of, same
+from zoo.models import Function
 
 import rotor
 from rotor._pytorch import cudnn
@@ -20,14 +22,9 @@ CONVOLUTIONS = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self, convolution):
-        super().__init__()
-        self.first = nn.Conv2d(3, 6, 1)
-        self.second = convolution
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))).square().mean()
+def net_of(convolution):
+    forward = lambda self, x: self.second(torch.tanh(self.first(x))).square().mean()  # noqa: E731
+    return Function(forward, first=nn.Conv2d(3, 6, 1), second=convolution)
 
 
 def backward_masks(chk):
@@ -41,15 +38,14 @@ def backward_masks(chk):
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_gradients_are_those_of_the_whole(name):
     torch.manual_seed(0)
-    plain = Net(CONVOLUTIONS[name]())
+    plain = net_of(CONVOLUTIONS[name]())
     chk = rotor.Checkpointable(
         copy.deepcopy(plain), mem_limit="64MiB", engine="graph", effort="fast"
     )
     x = torch.randn(2, 3, 9, 9)
     chk(x).backward()
     plain(x).backward()
-    for ours, theirs in zip(chk.module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert same(gradients_of(chk.module), gradients_of(plain))
     masks = backward_masks(chk)
     # The first convolution's input needs no gradient: one part. The second's backward is split.
     assert len(masks) == 3
@@ -58,7 +54,7 @@ def test_gradients_are_those_of_the_whole(name):
 
 
 def test_frozen_weights_leave_one_part():
-    model = Net(nn.Conv2d(6, 8, 3))
+    model = net_of(nn.Conv2d(6, 8, 3))
     model.second.requires_grad_(False)
     chk = rotor.Checkpointable(model, mem_limit="64MiB", engine="graph", effort="fast")
     chk(torch.randn(2, 3, 9, 9)).backward()
@@ -113,8 +109,7 @@ def test_batch_norm_goes_to_cudnn_where_eager_pytorch_gives_it_there(cudnn_here,
         chk.zero_grad()
         plain(x).square().mean().backward()
         chk(x).square().mean().backward()
-        for ours, theirs in zip(chk.module.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert same(gradients_of(chk.module), gradients_of(plain))
         for ours, theirs in zip(chk.module.buffers(), plain.buffers(), strict=True):
             assert torch.equal(ours, theirs)
     operators = [str(task.node.target) for task in chk.plan.step.lowered.tasks if task.node]

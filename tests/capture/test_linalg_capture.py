@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from unrepeatable import same, sample, step
+from training import same
+from unrepeatable import sample, step
+from zoo.models import Function
 
 import rotor
 
@@ -31,30 +33,24 @@ OPERATORS = {
 }
 
 
-class Net(nn.Module):
+def net_of(operator):
     """Products around an operator of a weight and a value."""
-
-    def __init__(self, operator) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 10 + _EYE)
-        self.operator = operator
-
-    def forward(self, x):
-        """Return the result."""
-        return self.last(self.operator(self.weight, torch.tanh(self.first(x))))
+    torch.manual_seed(0)
+    forward = lambda self, x: self.last(operator(self.weight, torch.tanh(self.first(x))))  # noqa: E731
+    weight = nn.Parameter(torch.randn(SIZE, SIZE) / 10 + _EYE)
+    first, last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    return Function(forward, first=first, last=last, weight=weight)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_model_with_checks_is_captured(name):
-    model, x = Net(OPERATORS[name]), sample(64, SIZE)
+    model, x = net_of(OPERATORS[name]), sample(64, SIZE)
     chk = rotor.Checkpointable(model, mem_limit="4 MB", engine="graph")
     assert all(same(step(chk, x), step(model, x)) for _ in range(2))
 
 
 def test_a_failed_check_is_the_models_own_error():
-    model, x = Net(OPERATORS["inv"]), sample(64, SIZE)
+    model, x = net_of(OPERATORS["inv"]), sample(64, SIZE)
     chk = rotor.Checkpointable(model, mem_limit="4 MB", engine="graph")
     step(chk, x)
     with torch.no_grad():

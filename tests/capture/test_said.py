@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Row
 
 import rotor
 
@@ -89,18 +90,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(y))
 
 
-class Net(nn.Module):
-    """Blocks, more than are traced one by one."""
-
-    def __init__(self, say: Callable[[Any], None], blocks: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(say) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net_of(say: Callable[[Any], None], blocks: int) -> nn.Module:
+    """Blocks, perhaps more than are traced one by one."""
+    torch.manual_seed(0)
+    return Row(*(Block(say) for _ in range(blocks)))
 
 
 @pytest.fixture(autouse=True)
@@ -129,23 +122,23 @@ def said(model: Any, caplog: Any) -> list[Any]:
 @pytest.mark.parametrize("blocks", [2, 6])
 @pytest.mark.parametrize("say", [*CAPTURED, log_an_object])
 def test_each_step_says_it(caplog, say, blocks):
-    model = rotor.Checkpointable(Net(say, blocks), mem_limit="250 KB")
+    model = rotor.Checkpointable(net_of(say, blocks), mem_limit="250 KB")
     found = said(model, caplog)
-    assert found == said(Net(say, blocks), caplog)
+    assert found == said(net_of(say, blocks), caplog)
     assert bool(found[0].strip()) == (say is not log_for_nobody)
     assert (model.plan.engine == "graph") == (say is not log_an_object)
 
 
 def test_a_level_that_changes(caplog):
-    model = rotor.Checkpointable(Net(log_text, 2), mem_limit="250 KB")
+    model = rotor.Checkpointable(net_of(log_text, 2), mem_limit="250 KB")
     logger.setLevel(logging.ERROR)
     assert said(model, caplog) == [""] * 3
     logger.setLevel(logging.INFO)
-    assert said(model, caplog) == said(Net(log_text, 2), caplog)
+    assert said(model, caplog) == said(net_of(log_text, 2), caplog)
 
 
 def test_what_is_said_is_no_output_for_the_gradients(caplog):
-    plain, planned = Net(print_what_changes, 2), Net(print_what_changes, 2)
+    plain, planned = net_of(print_what_changes, 2), net_of(print_what_changes, 2)
     said(plain, caplog)
     said(rotor.Checkpointable(planned, mem_limit="250 KB"), caplog)
     for p, q in zip(plain.parameters(), planned.parameters(), strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from versions import FEW_GRAPHS
+from zoo.models import Row
 
 import rotor
 from rotor.engines.graph import capture, engine, shapes, sizing
@@ -406,18 +407,10 @@ def test_the_report_says_why_shapes_cannot_share_a_capture():
     assert "a graph of its own: dimension 0 of input is a constant: the given algorithm" in told
 
 
-class Within(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 def test_a_wrong_batch_between_others_does_not_end_what_they_share(engine):
-    limited = rotor.Checkpointable(Within(), mem_limit="8MiB", engine=engine, verbosity=0)
+    model = Row(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    limited = rotor.Checkpointable(model, mem_limit="8MiB", engine=engine, verbosity=0)
     for length in (4, None, 5, 6, None, 7):
         if length is None:
             with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes"):

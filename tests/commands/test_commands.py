@@ -436,10 +436,7 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
     [
         (("curve", "missing.py:f", "--input", 3), "no file missing.py"),
         (("curve", "net.py", "--input", 3), "names no callable"),
-        (
-            ("curve", "net.py:none", "--input", 3),
-            "no callable 'none'; it has Branches, Gated",
-        ),
+        (("curve", "net.py:none", "--input", 3), "no callable 'none'; it has Branches, Gated"),
         (("curve", "no.such:f", "--input", 3), "no module 'no.such'"),
         (("curve", "resnet17", "--input", 3), "rotor.models has no callable 'resnet17'"),
         (("measure", "net.py:number"), "gave int, expected an nn.Module"),

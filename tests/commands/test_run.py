@@ -13,6 +13,7 @@ import torch
 from command_line import folder_with
 from command_line import run as run_command
 from torch import nn
+from zoo.models import Row
 
 import rotor
 from rotor.algorithms.curve import Curve
@@ -292,13 +293,8 @@ def test_a_factory_in_a_script_names_the_cure(capsys):
     assert "guard it with if __name__ == '__main__', or use rotor run train.py" in err
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+def plain():
+    return Row(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 
 
 @pytest.mark.parametrize("kind", ["plain", "wrapped"])
@@ -309,7 +305,7 @@ def test_a_function_gets_the_batch_that_fits(kind):
     def train(batch_size, seed, *, steps):
         sizes.append(batch_size)
         torch.manual_seed(seed)
-        model = Plain() if kind == "plain" else rotor.Checkpointable(Plain(), mem_limit=limit)
+        model = plain() if kind == "plain" else rotor.Checkpointable(plain(), mem_limit=limit)
         x = torch.randn(batch_size, 32)
         model(x).sum().backward()
         for _ in range(steps):
@@ -336,7 +332,7 @@ def test_a_function_gets_the_batch_that_fits(kind):
 def test_batch_sizes_that_cannot_be():
     @rotor.fit_batch_size("1 KB", starting_batch_size=8)
     def train(batch_size):
-        Plain()(torch.randn(batch_size, 32)).sum().backward()
+        plain()(torch.randn(batch_size, 32)).sum().backward()
 
     with pytest.raises(rotor.InfeasibleError, match="a batch of 1 does not fit in"):
         train()

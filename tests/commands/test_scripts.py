@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import same
 
 import rotor
 from rotor.errors import CaptureError, InfeasibleError
@@ -160,11 +161,6 @@ def warmed(net: nn.Module, dtype: torch.dtype | None = None) -> list[torch.Tenso
     """A script is optimised in its first runs."""
     trained(net, net, 3, dtype)
     return trained(net, net, 2, dtype)
-
-
-def same(expected: list[Any], found: list[Any]) -> bool:
-    pairs = zip(expected, found, strict=True)
-    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
 def state_of(net: nn.Module) -> list[Any]:

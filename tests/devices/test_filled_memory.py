@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from unrepeatable import planned, same, sample, step
+from training import same
+from unrepeatable import planned, sample, step
+from zoo.models import Row
 
 from rotor.common.checksums import checksum
 from rotor.engines.graph.costs.repeating import is_unspecified
@@ -60,26 +62,12 @@ class Layer(nn.Module):
         return x + self.down(self.fill(h) * h)
 
 
-class Net(nn.Module):
-    """Layers that a chain does not run."""
-
-    def __init__(self, layers) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        """Return the result."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 FILLS = [_by_slices, _in_a_part, _transposed, _by_indices, _masked, _padded]
 
 
 @pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__[1:])
 def test_memory_that_is_filled_by_parts_is_computed_again(fill):
-    model, x = Net([Layer(fill) for _ in range(4)]), sample(256)
+    model, x = Row(*(Layer(fill) for _ in range(4))), sample(256)
     wanted = step(model, x)
     chk, _ = planned(model, x, 1.15, engine="graph")
     assert max(chk.program.runs) > 1
@@ -95,7 +83,7 @@ def test_circular_padding_is_computed_again(dimensions):
     pad = getattr(nn, f"CircularPad{dimensions}d")
     convolution = getattr(nn, f"Conv{dimensions}d")
     layers = [m for _ in range(3) for m in (pad(1), convolution(4, 4, 3), nn.Tanh())]
-    model, x = Net(layers), torch.rand(2, 4, *[{1: 400, 2: 24, 3: 9}[dimensions]] * dimensions)
+    model, x = Row(*layers), torch.rand(2, 4, *[{1: 400, 2: 24, 3: 9}[dimensions]] * dimensions)
     wanted = step(model, x)
     chk, _ = planned(model, x, 1.3, engine="graph")
     assert max(chk.program.runs) > 1

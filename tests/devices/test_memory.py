@@ -185,8 +185,7 @@ def test_the_end_of_a_backward_is_reported_outside_it_when_it_fails(nested):
         @staticmethod
         def backward(ctx, grad):
             core.at_end_of_backward(
-                lambda: said.append("done"),
-                lambda: said.append(("failed", core.in_backward())),
+                lambda: said.append("done"), lambda: said.append(("failed", core.in_backward()))
             )
             if nested:
                 with torch.enable_grad():

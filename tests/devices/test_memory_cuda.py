@@ -13,11 +13,7 @@ class _FakeCuda:
 
     def __init__(self, monkeypatch):
         self.current = self.peak = 1000
-        for name in (
-            "reset_peak_memory_stats",
-            "memory_stats",
-            "get_memory_info",
-        ):
+        for name in ("reset_peak_memory_stats", "memory_stats", "get_memory_info"):
             monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
         monkeypatch.setattr(devices, "settle_backwards", lambda _: None)
         fraction = self.get_per_process_memory_fraction

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from limited_on_sim import Trained, assert_equal, compared, distance
+from limited_on_sim import Trained, assert_equal, batches, compared, distance
 from torch import nn
 
 import rotor
@@ -18,11 +18,6 @@ def chain(dropout=0.0):
             for _ in range(STAGES)
         )
     )
-
-
-def batches(count=3, rows=ROWS):
-    torch.manual_seed(0)
-    return [torch.randn(rows, WIDTH, device="sim") for _ in range(count)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -2,39 +2,25 @@
 
 import pytest
 import torch
-from limited_on_sim import compared
+from limited_on_sim import batches, compared
 from torch import nn
+from zoo.models import Varying
 
 from rotor import dtr
 
 WIDTH, ROWS = 128, 512
 
 
-class Varying(nn.Module):
-    """A model whose depth depends on its input's values."""
-
-    def __init__(self, dropout):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, value):
-        layers = len(self.layers) - int(value[0, 0] > 0)
-        for layer in self.layers[:layers]:
-            value = self.drop(torch.tanh(layer(value)))
-        return value
-
-
-def batches(count=3):
-    torch.manual_seed(0)
-    return [torch.randn(ROWS, WIDTH, device="sim") for _ in range(count)]
+def varying(dropout):
+    parts = lambda: (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout))  # noqa: E731
+    return Varying(*(nn.Sequential(*parts()) for _ in range(6)))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("inside", [True, False])
 def test_bit_equal_within_the_limit(sim, dropout, inside):
     limit, plain, ours = compared(
-        sim, lambda: Varying(dropout), batches(), 0.7, engine="dynamic", inside=inside
+        sim, lambda: varying(dropout), batches(), 0.7, engine="dynamic", inside=inside
     )
     assert max(plain.peaks) > limit
     assert max(ours.peaks[0 if inside else 1 :]) <= limit

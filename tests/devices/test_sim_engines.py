@@ -7,6 +7,7 @@ import pytest
 import torch
 from limited_on_sim import Trained, assert_equal, distance, one_step
 from torch import nn
+from zoo.models import Asking, Row, Skip, Varying
 
 import rotor
 from rotor._pytorch import devices
@@ -33,51 +34,11 @@ def block(dropout, layers=3):
     return nn.Sequential(*parts)
 
 
-class Skips(nn.Module):
-    """One graph, no chain."""
-
-    def __init__(self, dropout):
-        super().__init__()
-        self.blocks = nn.ModuleList(block(dropout, 2) for _ in range(4))
-
-    def forward(self, value):
-        for part in self.blocks:
-            value = value + part(value)
-        return value
-
-
-class Broken(nn.Module):
-    """Two graphs, between which Python decides by a value."""
-
-    def __init__(self, dropout):
-        super().__init__()
-        self.first, self.second = block(dropout, 5), block(dropout, 5)
-
-    def forward(self, value):
-        value = self.first(value)
-        if value.sum().item() > 1e9:
-            value = value * 2
-        return self.second(value)
-
-
-class Varying(nn.Module):
-    """No graph: the number of layers depends on a value."""
-
-    def __init__(self, dropout):
-        super().__init__()
-        self.layers = nn.ModuleList(block(dropout, 1) for _ in range(10))
-
-    def forward(self, value):
-        for layer in self.layers[: len(self.layers) - int(value[0, 0] > 0)]:
-            value = layer(value)
-        return value
-
-
 MODELS = {
     "chain": lambda dropout: block(dropout, 9),
-    "graph": Skips,
-    "parts": Broken,
-    "dynamic": Varying,
+    "graph": lambda dropout: Row(*(Skip(block(dropout, 2)) for _ in range(4))),
+    "parts": lambda dropout: Asking(block(dropout, 5), block(dropout, 5)),
+    "dynamic": lambda dropout: Varying(*(block(dropout, 1) for _ in range(10))),
 }
 
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from devices.test_sim_graph import Branches, batches
-from limited_on_sim import Trained, distance
+from devices.test_sim_graph import Branches
+from limited_on_sim import Trained, batches, distance
 from torch import nn
 
 import rotor

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from limited_on_sim import compared
+from limited_on_sim import batches, compared
 from torch import nn
+from zoo.models import Row
 
 import rotor
 
@@ -25,11 +26,6 @@ class Branches(nn.Module):
             branches = torch.tanh(left(value)), self.drop(torch.relu(right(value)))
             value = self.norm(value + branches[0] * branches[1])
         return value
-
-
-def batches(count=3, rows=ROWS):
-    torch.manual_seed(0)
-    return [torch.randn(rows, WIDTH, device="sim") for _ in range(count)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -70,22 +66,13 @@ def test_autocast(sim):
 def test_attention_with_dropout(sim):
     """Repeat the draws of attention, which takes no generator."""
 
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.ModuleList(
-                nn.TransformerEncoderLayer(32, 2, 64, dropout=0.2, batch_first=True)
-                for _ in range(2)
-            )
-
-        def forward(self, value):
-            for layer in self.inner:
-                value = layer(value)
-            return value
+    def attention():
+        make = nn.TransformerEncoderLayer
+        return Row(*(make(32, 2, 64, dropout=0.2, batch_first=True) for _ in range(2)))
 
     torch.manual_seed(0)
     data = [torch.randn(16, 32, 32, device="sim") for _ in range(2)]
-    compared(sim, Attention, data, 0.6, engine="graph", inside=True)
+    compared(sim, attention, data, 0.6, engine="graph", inside=True)
 
 
 class Scripted(nn.Module):

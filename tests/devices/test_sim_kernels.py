@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from zoo.models import First
 
 
 def trained(device, make, batch, optimizer=torch.optim.SGD):
@@ -59,16 +60,9 @@ def test_bits_of_the_cpu(sim, make, optimizer):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_cells(sim, kind):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = kind(6, 7, 2, batch_first=True)
-
-        def forward(self, value):
-            return self.layers(value)[0]
-
     batch = torch.randn(3, 5, 6)
-    expected, found = (trained(device, Recurrent, batch) for device in ("cpu", "sim"))
+    make = lambda: First(kind(6, 7, 2, batch_first=True))  # noqa: E731
+    expected, found = (trained(device, make, batch) for device in ("cpu", "sim"))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     for one, other in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

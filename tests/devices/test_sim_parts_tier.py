@@ -8,6 +8,7 @@ import pytest
 import torch
 from limited_on_sim import Trained, assert_equal
 from torch import nn
+from zoo.models import Asking
 
 import rotor
 from rotor.engines.parts.plan import fastest
@@ -22,43 +23,17 @@ pytestmark = [
 ]
 
 
-class Broken(nn.Module):
-    """Blocks between which Python decides by a value: their own graphs are captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(WIDTH, WIDTH),
-                nn.Tanh(),
-                nn.Dropout(0.2),
-                nn.Linear(WIDTH, WIDTH),
-                nn.ReLU(),
-                nn.LayerNorm(WIDTH),
-            )
-            for _ in range(3)
-        )
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            value = block(value)
-            if value.sum().item() > 1e9:
-                value = value * 2
-        return value
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
+def block() -> nn.Module:
+    first = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)
+    return nn.Sequential(*first, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH))
 
 
 def test_steps_are_equal_within_their_limits(sim, monkeypatch):
     """At limits of recomputation, and under random programs: no races, no more than predicted."""
     tier = HostTier()
     tier.least_bytes = 1
-    plain = Broken().to("sim")
+    torch.manual_seed(1)
+    plain = Asking(*(block() for _ in range(3))).to("sim")
     model = copy.deepcopy(plain)
     torch.manual_seed(0)
     batches = [torch.randn(ROWS, WIDTH, device="sim") for _ in range(3)]

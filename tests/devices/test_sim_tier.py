@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from devices.test_sim_reserved import Skips
 from joint_programs import random_joint_program
 from torch import nn
+from zoo.models import Skip
 
 import rotor
 from rotor import graph as rg
@@ -15,24 +17,6 @@ from rotor.tier import HostTier
 from rotor.tier.offload import measure_link
 
 WIDTH, ROWS = 64, 128
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = self.norm(x + nn.functional.dropout(torch.tanh(layer(x)), 0.2))
-        return x
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
 
 
 def engine(model: nn.Module, **settings) -> rotor.Checkpointable:
@@ -87,7 +71,7 @@ def tier():
 @pytest.mark.parametrize("seed", range(3))
 def test_steps_are_equal_and_as_large_as_predicted(sim, seed, tier):
     torch.manual_seed(0)
-    model = Net().to("sim")
+    model = Skips(WIDTH, 4, 0.2).to("sim")
     twin, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="sim")
     chk, races = offloading(model, x, seed, tier), sim.races()
     expected, _ = trained(sim, twin, engine(twin), x)
@@ -179,7 +163,7 @@ def test_bytes_of_the_host_are_overwritten_after_they_were_read(sim, tier, is_re
 
 def test_steps_that_are_dropped_or_pending_keep_their_order(sim, tier):
     torch.manual_seed(0)
-    model = Net().to("sim")
+    model = Skips(WIDTH, 4, 0.2).to("sim")
     twin, x = copy.deepcopy(model), torch.randn(ROWS, WIDTH, device="sim")
     chk, plain = offloading(model, x, 1, tier), engine(twin)
     target = torch.zeros_like(x)
@@ -206,7 +190,7 @@ def test_steps_that_are_dropped_or_pending_keep_their_order(sim, tier):
 
 def test_the_disk_does_not_reach_an_accelerator(sim, tmp_path):
     disk = rotor.DiskTier(tmp_path)
-    chk = engine(Net().to("sim"), offload=disk)
+    chk = engine(Skips(WIDTH, 4, 0.2).to("sim"), offload=disk)
     x = torch.randn(ROWS, WIDTH, device="sim")
     with pytest.raises(ValueError, match="does not reach the memory of sim"):
         chk.measure(x, targets=(torch.zeros_like(x),))
@@ -214,7 +198,7 @@ def test_the_disk_does_not_reach_an_accelerator(sim, tmp_path):
 
 
 def test_the_host_does_not_reach_the_cpu():
-    chk = engine(Net(), offload="host")
+    chk = engine(Skips(WIDTH, 4, 0.2), offload="host")
     x = torch.randn(ROWS, WIDTH)
     with pytest.raises(ValueError, match="does not reach the memory of cpu"):
         chk(x, targets=(torch.zeros_like(x),))
@@ -240,7 +224,7 @@ def test_the_link_is_measured_on_the_device(modelled, tier):
 
 def test_waits_of_the_device_teach_the_speed(modelled, tier):
     torch.manual_seed(0)
-    model, x = Net().to("sim"), torch.randn(ROWS, WIDTH, device="sim")
+    model, x = Skips(WIDTH, 4, 0.2).to("sim"), torch.randn(ROWS, WIDTH, device="sim")
     chk = offloading(model, x, 1, tier)
     measured = chk.offload.link.write_bytes_per_s
     modelled.set_link(0.02, 1000)
@@ -253,24 +237,15 @@ def test_waits_of_the_device_teach_the_speed(modelled, tier):
     assert chk.offload.link.read_bytes_per_s == pytest.approx(0.75 * 0.02e9, rel=0.1)
 
 
-class Unit(nn.Module):
-    """A residual block, whose values take blocks of more than 1 MiB."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-        self.second = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(torch.relu(self.norm(self.first(x))))
-
-
 def test_a_first_step_finds_nothing_cached_by_the_measure_of_the_link(modelled, tier):
     """Where blocks of the allocator end depends on the memory that is cached."""
     modelled.set_compute(gb_per_s=20.0)
     torch.manual_seed(0)
     ends = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 8, 1)
-    model = nn.Sequential(ends[0], *(Unit(32) for _ in range(3)), ends[1]).to("sim")
+    # Residual blocks, whose values take blocks of more than 1 MiB.
+    way = lambda: nn.Conv2d(32, 32, 3, padding=1)  # noqa: E731
+    blocks = [Skip(way(), nn.BatchNorm2d(32), nn.ReLU(), way()) for _ in range(3)]
+    model = nn.Sequential(ends[0], *blocks, ends[1]).to("sim")
     x = torch.randn(8, 3, 40, 40, device="sim")
     target = torch.zeros(8, 8, 40, 40, device="sim")
     chk = engine(model, offload=HostTier(), effort="fast")

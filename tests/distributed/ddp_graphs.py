@@ -12,6 +12,7 @@ from eager_inductor import run_by_eager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo.models import FeedForward
 
 import rotor
 from rotor._pytorch import inductor as _inductor
@@ -20,26 +21,13 @@ from rotor.engines.graph.code.early import EarlyCode
 WIDTH = 32
 
 
-class Block(nn.Module):
-    """A residual block, which makes no chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
-
-
 class Net(nn.Module):
     """Blocks, a tied weight, dropout, running statistics, and perhaps a parameter left out."""
 
     def __init__(self, unused: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(FeedForward(WIDTH, 4, 0.0) for _ in range(3))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(WIDTH, 20, bias=False)

@@ -198,8 +198,7 @@ def accumulation() -> list[str]:
 def sharded_after_planning() -> list[str]:
     plain, planned = make_model(), rotor.Checkpointable(make_model(), batch(0), "1GB")
     planned(batch(0)).sum().backward()
-    for parameter in planned.parameters():
-        parameter.grad = None
+    planned.zero_grad()
     for model in (plain, planned):
         shard(model, root=False)
     found = compare(plain, planned, 2)

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_graphs import Net, differences
+from fsdp_models import on_all
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import PROCESSES, run_processes, work
@@ -32,13 +33,6 @@ from rotor.meter.room import Room
 from rotor.tier import DiskTier
 
 NO_MORE = 1 << 30
-
-
-def on_all(value: Any) -> list[Any]:
-    """The value of every rank."""
-    found: list[Any] = [None] * PROCESSES
-    dist.all_gather_object(found, value)
-    return found
 
 
 def batch(rank: int, step: int, rows: int = 64) -> torch.Tensor:

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import refused
+from gpt2_models import small_gpt2
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision_standins import import_torchvision
@@ -70,14 +71,8 @@ def recomputes(plan: Any) -> bool:
 
 
 def gpt() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=1, n_head=2, bos_token_id=1,
-        eos_token_id=2, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return small_gpt2(1, WORDS, LENGTH)
 
 
 def trainer(model: Any, *callbacks: Any, **arguments: Any) -> Any:

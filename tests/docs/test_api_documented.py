@@ -169,8 +169,7 @@ def test_docstrings_say_what_goes_in_and_out():
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["rotor", "rotor.algorithms", "rotor.dtr", "rotor.graph", "rotor.simrd", "rotor.rkgb"],
+    "module", ["rotor", "rotor.algorithms", "rotor.dtr", "rotor.graph", "rotor.simrd", "rotor.rkgb"]
 )
 def test_every_public_name_has_a_place_in_the_reference(module):
     names = [

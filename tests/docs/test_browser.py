@@ -183,10 +183,7 @@ def test_a_step_that_nobody_predicted(browser, tmp_path):
         (("loss", 0.001), ("backward", 0.0015)),
     )
     plan = SimpleNamespace(
-        limit_bytes=1200,
-        measured_bytes=1000,
-        measured_timeline=timeline,
-        unplanned_timeline=None,
+        limit_bytes=1200, measured_bytes=1000, measured_timeline=timeline, unplanned_timeline=None
     )
     path = tmp_path / "dynamic.html"
     table = ("Last steps", [["step", "peak"], ["1", "1000 B"]])

@@ -21,13 +21,7 @@ STATES = {
     "warn_caller",
 }
 """What is about the state of a model or machine; errors about arguments speak for themselves."""
-PASSED_ON = {
-    "capture",
-    "unrepeatable",
-    "over",
-    "busy",
-    "the graph has no fake tensors",
-}
+PASSED_ON = {"capture", "unrepeatable", "over", "busy", "the graph has no fake tensors"}
 """Keys of warnings that are given once, whose text is made elsewhere; and a bug of ours."""
 
 

@@ -5,32 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from zoo.models import Asking, Skip
 
 import rotor
 from rotor.meter.step_meter import PlanView
 
 
-class Branching(nn.Module):
-    """Layers between which code depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-            if float(x.detach().abs().mean()) > 100:
-                x = x / 2
-        return x
-
-
 @pytest.mark.filterwarnings("ignore:no single graph")
 @pytest.mark.parametrize("engine", ["chain", "graph", "parts", "dynamic"])
 def test_a_plan_names_its_engine_and_shows_its_figures(engine: str) -> None:
-    model = Branching() if engine == "parts" else nn.Sequential(*Branching().layers)
+    layers = lambda: (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))  # noqa: E731
+    model = (Asking if engine == "parts" else nn.Sequential)(*(Skip(*layers()) for _ in range(3)))
     asked = "auto" if engine == "parts" else engine
     chk = rotor.Checkpointable(model, mem_limit="1GiB", engine=asked, planning="before")
     for _ in range(2):

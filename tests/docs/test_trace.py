@@ -28,12 +28,6 @@ FATES = {"kept", "checkpoint", "dropped", "recomputed"}
 PHASES = ["forward", "loss", "backward"]
 
 
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
-
-
 def ns(microseconds: float) -> int:
     exact = microseconds * 1000
     assert math.isclose(exact, round(exact), abs_tol=1e-3)

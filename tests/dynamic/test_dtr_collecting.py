@@ -149,10 +149,7 @@ def test_storages_may_die_at_each_allocation(program: Callable[[Callable[[], Non
     expected = program(lambda: None)
     evictions = 0
     for after in range(1, 90, 2):
-        with (
-            collecting_once(after) as begin,
-            dtr.budget(110 * _KIB, strict=False) as session,
-        ):
+        with collecting_once(after) as begin, dtr.budget(110 * _KIB, strict=False) as session:
             found = program(begin)
         assert torch.equal(found, expected)
         evictions += session.stats.evictions
@@ -171,10 +168,7 @@ def test_storages_may_die_at_any_allocation(name: str, threshold: int):
     program, limit = PROGRAMS[name]
     expected = program()
     for observer in (None, Silent()) if threshold == 1 else (None,):
-        with (
-            dtr.budget(limit, strict=False, record_log=observer) as session,
-            collecting(threshold),
-        ):
+        with dtr.budget(limit, strict=False, record_log=observer) as session, collecting(threshold):
             found = program()
         assert torch.equal(found, expected)
         assert session.stats.evictions > 0

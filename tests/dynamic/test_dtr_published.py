@@ -231,10 +231,7 @@ def test_logs_within_a_context(tmp_path):
         dtr.new_log(tmp_path / "some.log")
         torch.ones(WIDTH).exp()
     assert simrd.parse(tmp_path / "some.log").operation_count >= 2
-    with (
-        dtr.budget(None, record_log=io.BytesIO()),
-        pytest.raises(RuntimeError, match="record_log"),
-    ):
+    with dtr.budget(None, record_log=io.BytesIO()), pytest.raises(RuntimeError, match="record_log"):
         dtr.new_log(tmp_path / "other.log")
 
 

@@ -18,6 +18,7 @@ from rotor.models.gpt import GPTSettings, gpt
 from torch import nn
 from torch.nn import functional as F
 from versions import EXCHANGES, needs_swaps
+from zoo.models import First, Row
 
 import rotor
 from rotor import dtr, memory
@@ -50,16 +51,6 @@ class Branching(nn.Module):
         return x
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(32, 32, num_layers=6, dropout=0.2)
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(x)[0])
-
-
 def _gpt() -> Case:
     settings = GPTSettings(
         vocab_size=128, context_length=48, layers=3, heads=4, width=64, dropout=0.1
@@ -79,7 +70,8 @@ def _cnn() -> Case:
 
 
 def _lstm() -> Case:
-    return Case(Recurrent(), (torch.randn(20, 8, 32),), square)
+    model = Row(First(nn.LSTM(32, 32, num_layers=6, dropout=0.2)), nn.Linear(32, 8))
+    return Case(model, (torch.randn(20, 8, 32),), square)
 
 
 def _tree() -> Case:
@@ -111,8 +103,7 @@ class Plain:
 
 def run(model: nn.Module, case: Case, seed: int) -> list[torch.Tensor | None]:
     """A step without gradients before it; all that it leaves."""
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     torch.manual_seed(seed)
     value = case.loss(model(*case.arguments))
     value.backward()
@@ -167,8 +158,7 @@ def test_a_captured_loss_is_within_the_limit_from_the_second_step():
     loss_fn = lambda y, _: expected.case.loss(y)  # noqa: E731
     chk = limited(copy.deepcopy(expected.case.model), limit, loss_fn=loss_fn)
     for seed in range(3):
-        for parameter in chk.parameters():
-            parameter.grad = None
+        chk.zero_grad()
         torch.manual_seed(seed)
         loss = chk(*expected.case.arguments, targets=(torch.zeros(1),))
         loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import deque
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, unpack_sequence
+from training import check_equal, trained
 
 import rotor
 from rotor import dtr
@@ -118,25 +120,18 @@ KEEPERS = {
 }
 
 
-def _gradients(keeper: Callable[[], tuple[Any, Any]], steps: int = 2, **limits: Any) -> list[Any]:
-    torch.manual_seed(0)
-    net = Net()
-    model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
-    losses = []
-    for _ in range(steps):
-        net.zero_grad()
+def _loss_of(keeper: Callable[[], tuple[Any, Any]]) -> Callable[..., torch.Tensor]:
+    def loss_of(model: Any, _: int) -> torch.Tensor:
         keep, read = keeper()
         y = model(torch.randn(256, 64), keep)
-        loss = y.square().mean() + sum(t.abs().mean() for t in read())
-        loss.backward()
-        losses.append(loss.detach())
-    return [*losses, *(p.grad for p in net.parameters())]
+        return y.square().mean() + sum(t.abs().mean() for t in read())
+
+    return loss_of
 
 
 @pytest.mark.parametrize("keeper", KEEPERS.values(), ids=KEEPERS)
 def test_what_a_forward_puts_elsewhere_is_there_and_has_gradients(keeper: Any) -> None:
-    limited = _gradients(keeper, mem_limit="1.6 MB", engine="dynamic")
-    assert all(map(torch.equal, _gradients(keeper), limited))
+    check_equal(Net, _loss_of(keeper), 2, mem_limit="1.6 MB", engine="dynamic")
 
 
 @pytest.mark.parametrize("keeper", [lambda: (lambda *_: None, list), _list])
@@ -151,7 +146,7 @@ def test_all_of_python_is_searched_only_for_what_a_forward_keeps(
         replace(found, *others)
 
     monkeypatch.setattr(step, "replace_references", noted)
-    _gradients(keeper, mem_limit="1.6 MB", engine="dynamic")
+    trained(Net, _loss_of(keeper), 2, mem_limit="1.6 MB", engine="dynamic")
     # The last one is the output, which the list holds too.
     assert searched == ([6, 6] if keeper is _list else [])
 
@@ -222,18 +217,10 @@ class Squares(nn.Module):
 
 
 def test_what_only_functions_of_the_graph_hold_is_evicted() -> None:
-    def gradients(**limits: Any) -> tuple[list[Any], Any]:
-        torch.manual_seed(0)
-        net = Squares()
-        model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
-        for _ in range(2):
-            net.zero_grad()
-            model(torch.randn(256, 64)).square().mean().backward()
-        return [p.grad for p in net.parameters()], model
+    def loss_of(model: Any, _: int) -> torch.Tensor:
+        return model(torch.randn(256, 64)).square().mean()
 
-    expected, _ = gradients()
-    found, model = gradients(mem_limit="1 MB", engine="dynamic")
-    assert all(map(torch.equal, expected, found))
+    model = check_equal(Squares, loss_of, 2, mem_limit="1 MB", engine="dynamic")
     assert model.plan.last.stats.evictions > 0
 
 
@@ -261,24 +248,17 @@ class Recurrent(nn.Module):
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 @pytest.mark.parametrize("share", [0.2, 0.35, 0.6])
 def test_packed_sequences_are_exact_at_every_limit(kind: Any, settings: Any, share: float) -> None:
-    def gradients(**limits: Any) -> tuple[list[Any], Any]:
-        torch.manual_seed(0)
-        net = Recurrent(kind, **settings)
-        lengths = torch.tensor([32, 30, 25, 20, 14, 9, 5, 2])
-        model: Any = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
-        for _ in range(2):
-            net.zero_grad()
-            model(torch.randn(8, 32, 32), lengths).square().mean().backward()
-        return [p.grad for p in net.parameters()], model
+    def make() -> nn.Module:
+        return Recurrent(kind, **settings)
 
-    expected, _ = gradients()
-    _, free = gradients(mem_limit="1 GB", engine="dynamic")
+    def loss_of(model: Any, _: int) -> torch.Tensor:
+        lengths = torch.tensor([32, 30, 25, 20, 14, 9, 5, 2])
+        return model(torch.randn(8, 32, 32), lengths).square().mean()
+
+    free = check_equal(make, loss_of, 2, mem_limit="1 GB", engine="dynamic")
     limit = int(share * free.plan.last.stats.peak_bytes) + 200_000
-    try:
-        found, _ = gradients(mem_limit=limit, engine="dynamic")
-    except rotor.InfeasibleError:
-        return
-    assert all(map(torch.equal, expected, found))
+    with contextlib.suppress(rotor.InfeasibleError):
+        check_equal(make, loss_of, 2, mem_limit=limit, engine="dynamic")
 
 
 class Evictions:

@@ -10,22 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from zoo.models import FeedForward
 
 import rotor
 from rotor import dtr, memory
 from rotor.dtr import recall
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.first = nn.Linear(width, 4 * width)
-        self.second = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.second(nn.functional.gelu(self.first(self.norm(x))))
-        return found
 
 
 class Down(nn.Module):
@@ -91,7 +80,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))),
         (256, 64),
     ),
-    "blocks": (lambda: nn.Sequential(*(Block(32) for _ in range(4))), (8, 32, 32)),
+    "blocks": (lambda: nn.Sequential(*(FeedForward(32, 4, 0.0) for _ in range(4))), (8, 32, 32)),
     "u-net": (Down, (2, 3, 32, 32)),
     "loop": (Loop, (16, 30, 32)),
     "recurrence": (Recurrence, (40, 32, 64)),

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from training import check_equal
 from versions import EXCHANGES
+from zoo.models import Tanhs
 
 import rotor
 from rotor.errors import InfeasibleError
 
 
-class Layers(nn.Module):
+class Layers(Tanhs):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        super().__init__(64, 8)
 
 
 class Drawing(Layers):
@@ -61,11 +62,6 @@ class Hooked(Layers):
     def _keep(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
         self.features["third"] = output
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
 
 LOSSES: dict[type[Layers], Callable[[Any], Any]] = {
     Drawing: lambda net: 0,
@@ -77,32 +73,19 @@ LOSSES: dict[type[Layers], Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_steps_equal_those_without_a_limit(kind: type[Layers]):
-    def train(limit: int | None) -> tuple[list[torch.Tensor], int]:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        net = kind()
-        model: Any = net
-        if limit is not None:
-            model = rotor.Checkpointable(net, mem_limit=limit, engine="dynamic")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        values = []
-        again = 0
-        for k in range(4):
-            optimizer.zero_grad()
-            x = torch.linspace(-1, 1, 256 * 64).reshape(256, 64) + k
-            loss = model(x).square().mean() + LOSSES[kind](net)
-            loss.backward()
-            optimizer.step()
-            values.append(loss.detach())
-            if limit is not None:
-                again += model.plan.last.stats.rematerializations
-        return [*values, *(p.detach() for p in net.parameters())], again
+    evicted = []
 
-    expected, _ = train(None)
-    found, again = train(620_000 if EXCHANGES else 700_000)
-    assert again > 0
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    def loss_of(model: Any, k: int) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 256 * 64).reshape(256, 64) + k
+        return model(x).square().mean() + LOSSES[kind](model)
+
+    def state(model: Any) -> None:
+        if isinstance(model, rotor.Checkpointable):
+            evicted.append(model.plan.last.stats.rematerializations)
+
+    limit = 620_000 if EXCHANGES else 700_000
+    check_equal(kind, loss_of, 4, state=state, rate=0.1, mem_limit=limit, engine="dynamic")
+    assert sum(evicted) > 0
 
 
 CAUGHT: dict[str, torch.Tensor] = {}
@@ -137,23 +120,20 @@ def hook_and_reader(kind: str) -> tuple[Callable[..., None], Callable[[], torch.
 
 @pytest.mark.parametrize("kind", ["dictionary", "list", "variable", "global"])
 def test_values_that_hooks_keep_elsewhere_have_gradients(kind: str) -> None:
-    def gradients(limit: int | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
+    readers = []
+
+    def make() -> nn.Module:
         net = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh())])
         hook, read = hook_and_reader(kind)
         net[3].register_forward_hook(hook)
-        model: Any = net
-        if limit is not None:
-            model = rotor.Checkpointable(net, mem_limit=limit, engine="dynamic")
-        for k in range(3):
-            net.zero_grad()
-            x = torch.linspace(-1, 1, 256 * 64).reshape(256, 64) + k
-            (model(x).square().mean() + read().abs().mean()).backward()
-        return [p.grad for p in net.parameters() if p.grad is not None]
+        readers.append(read)
+        return net
 
-    expected, found = gradients(None), gradients(620_000)
-    assert len(found) == 12
-    assert all(map(torch.equal, expected, found))
+    def loss_of(model: Any, k: int) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 256 * 64).reshape(256, 64) + k
+        return model(x).square().mean() + readers[-1]().abs().mean()
+
+    check_equal(make, loss_of, mem_limit=620_000, engine="dynamic")
 
 
 class _Greedy(torch.autograd.Function):

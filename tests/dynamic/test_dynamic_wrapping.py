@@ -19,6 +19,8 @@ from limited_models import Perceptron, both, limited, same, small_pair
 from rotor.models import treelstm
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from training import check_equal
+from zoo.models import Function
 
 import rotor
 from rotor import dtr, memory
@@ -100,15 +102,8 @@ def test_arguments_and_outputs_of_many_kinds(kind):
 
 
 def test_outputs_may_be_unused_or_dropped():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.first(x), self.second(x)
-
-    model = Two()
+    both_of = lambda self, x: (self.first(x), self.second(x))  # noqa: E731
+    model = Function(both_of, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
     chk = limited(copy.deepcopy(model))
     x = torch.randn(4, 8)
     both(model, chk, lambda m: [m(x)[0].sum().backward() or x])
@@ -340,19 +335,15 @@ def _without_bias(layer: nn.Module) -> None:
     "change", [_pruned, _without_bias, parametrizations.weight_norm, parametrizations.orthogonal]
 )
 def test_parameters_may_be_others_in_the_next_step(change: Callable[[nn.Module], Any]) -> None:
-    def gradients(**limits: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(48, 48), nn.Tanh())])
-        model = rotor.Checkpointable(net, verbosity=0, **limits) if limits else net
-        for step in range(4):
-            if step == 2:
-                change(net[4])
-            net.zero_grad()
-            model(torch.randn(256, 48)).square().mean().backward()
-        return [p.grad for p in net.parameters() if p.grad is not None]
+    def make() -> nn.Module:
+        return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(48, 48), nn.Tanh())])
 
-    limited = gradients(mem_limit="2 MB", engine="dynamic")
-    assert all(map(torch.equal, gradients(), limited))
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        if number == 2:
+            change(model[4])
+        return model(torch.randn(256, 48)).square().mean()
+
+    check_equal(make, loss_of, 4, mem_limit="2 MB", engine="dynamic")
 
 
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")

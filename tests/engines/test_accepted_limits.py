@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Alone, Row, Skip
 
 import rotor
 from rotor import memory
@@ -20,15 +21,9 @@ def chain() -> nn.Module:
     return nn.Sequential(*(module for block in blocks for module in block))
 
 
-class Residual(nn.Module):
+class Residual(Row):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(chain()[:3] for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+        super().__init__(*(Skip(*chain()[:3]) for _ in range(3)))
 
 
 class Branching(Residual):
@@ -75,13 +70,7 @@ def losses(model: Any, steps: int, *, set_to_none: bool) -> list[float]:
 @pytest.mark.parametrize("part", [0.8, 0.5])
 @pytest.mark.parametrize(
     ("build", "engine"),
-    [
-        (chain, "chain"),
-        (chain, "auto"),
-        (Residual, "graph"),
-        (Branching, "auto"),
-        (Queue, "auto"),
-    ],
+    [(chain, "chain"), (chain, "auto"), (Residual, "graph"), (Branching, "auto"), (Queue, "auto")],
 )
 def test_no_later_step_is_refused_for_its_loss(
     build: Callable[[], nn.Module], engine: str, part: float, set_to_none: bool
@@ -99,19 +88,6 @@ def test_no_later_step_is_refused_for_its_loss(
     told = [str(w.message) for w in caught if rotor.units.exact_bytes(limit) in str(w.message)]
     assert any("needed" in text for text in told)
     assert len(told) <= 4
-
-
-class Alone(nn.Module):
-    """Model without a child, of which nothing can be captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(32, 32) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = torch.tanh(x @ weight) + len(x.tolist()) * 0
-        return x
 
 
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from background_models import Mixed, engine_of, limits, rows, stepped, train
+from background_models import Mixed, engine_of, limits, plain_losses, rows, stepped, train, wrapped
 
 import rotor
 from rotor import memory
@@ -32,18 +32,8 @@ def limit():
     return limits(Mixed(), rows())
 
 
-def wrapped(limit, **options):
-    torch.manual_seed(0)
-    return rotor.Checkpointable(Mixed(), mem_limit=limit, engine="graph", **options)
-
-
 def legacy_state():
     return np.random.get_state()[1].tolist()  # noqa: NPY002
-
-
-def plain_losses(steps):
-    torch.manual_seed(0)
-    return train(Mixed(), rows(), steps)
 
 
 @pytest.fixture

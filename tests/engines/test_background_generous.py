@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from zoo.models import Gated
 
 import rotor
 from rotor import _core
@@ -35,17 +36,6 @@ def counts(monkeypatch):
     return found
 
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
 def stages():
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
 
@@ -61,7 +51,7 @@ def train(model, steps=6):
 @pytest.mark.parametrize(
     "make, generous, tight",
     [
-        (Blocks, {"captures": 1}, {"captures", "searches", "measurements"}),
+        (lambda: Gated(64, 8, 0.0), {"captures": 1}, {"captures", "searches", "measurements"}),
         (stages, {}, {"captures", "frontiers"}),
     ],
 )

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from background_models import Mixed, engine_of, limits, rows, stepped, train
+from background_models import Mixed, engine_of, limits, plain_losses, rows, stepped, train, wrapped
 
-import rotor
 from rotor.common import cache
 from rotor.engines.graph.costs import glance as glances
 from rotor.engines.graph.searching import Known
@@ -24,11 +23,6 @@ def directory(tmp_path, monkeypatch):
 def limit():
     torch.manual_seed(0)
     return limits(Mixed(), rows())
-
-
-def wrapped(limit, model=None, **options):
-    torch.manual_seed(0)
-    return rotor.Checkpointable(model or Mixed(), mem_limit=limit, engine="graph", **options)
 
 
 def learnt(limit, **options):
@@ -52,8 +46,7 @@ def test_a_second_run_begins_with_the_best_program(limit, directory, monkeypatch
     monkeypatch.setattr(glances.Arguments, "of", lambda *_: pytest.fail("an operation ran"))
     chk = wrapped(limit)
     executor = stepped(chk)
-    torch.manual_seed(0)
-    losses = train(Mixed(), rows(), 4)
+    losses = plain_losses(4)
     assert train(chk, rows(), 1) == losses[:1]
     assert chk.program == best
     assert chk.plan.measured_bytes <= limit
@@ -80,8 +73,7 @@ def test_a_damaged_table_counts_as_missing(limit, directory):
 
 def test_a_program_that_is_none_is_not_run(limit, monkeypatch):
     learnt(limit)
-    torch.manual_seed(0)
-    losses = train(Mixed(), rows(), 1)
+    losses = plain_losses(1)
     load = cache.load
 
     def wrong(kind, environment):

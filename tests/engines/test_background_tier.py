@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from background_models import Mixed, rows, stepped, train
+from background_models import Mixed, plain_losses, rows, stepped, train
 from capture.test_shapes import Gpt, alike, gpt_batch, gpt_loss, plain_peak, step
 from joint_programs import MemoryTier
 from tiers.test_tier_plans import with_link
@@ -28,12 +28,6 @@ pytestmark = [
 ]
 
 SPEED = 2e9
-
-
-@pytest.fixture(autouse=True)
-def nothing_captured():
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +65,6 @@ def wrapped(limit: int, tier: Any, speed: float = SPEED, **options: Any) -> roto
         Mixed(), mem_limit=limit, engine="graph", verbosity=0, offload=tier, **options
     )
     return with_link(chk, speed)
-
-
-def plain_losses(steps: int) -> list[float]:
-    torch.manual_seed(0)
-    return train(Mixed(), rows(), steps)
 
 
 def test_the_first_step_waits_for_no_long_search(peak, disk, searches):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as registry
+from training import same
 
 import rotor
 from rotor.algorithms import RecomputeAll
@@ -150,10 +151,6 @@ def _reset():
     reset()
 
 
-def same(a, b):
-    return (a is None and b is None) or torch.equal(a, b)
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_before_the_backward_leaves_its_gradients(name):
     plain = Run(CHANGES[name], None)
@@ -222,6 +219,16 @@ class Attending(nn.Module):
         return x + self.out(y) * torch.tensor(2.0) + torch.zeros(32)
 
 
+def attending(engine: str | None) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Attending() for _ in range(6)])
+    if not engine:
+        return net, net
+    model = rotor.Checkpointable(net, SAMPLE, "1 GiB", engine=engine, verify="off")
+    model.compute_sequence(algo=RecomputeAll)
+    return net, model
+
+
 @pytest.mark.parametrize("around", ["forward", "backward"])
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_around_either_half_is_as_in_plain_training(name, around):
@@ -229,12 +236,7 @@ def test_a_mode_around_either_half_is_as_in_plain_training(name, around):
         pytest.skip("nothing is trained so")
     found = []
     for engine in (None, "chain"):
-        torch.manual_seed(0)
-        net = nn.Sequential(*[Attending() for _ in range(6)])
-        model: Any = net
-        if engine:
-            model = rotor.Checkpointable(net, SAMPLE, "1 GiB", engine=engine, verify="off")
-            model.compute_sequence(algo=RecomputeAll)
+        net, model = attending(engine)
         for _ in range(2):
             net.zero_grad()
             x = torch.randn(256, 32)
@@ -258,12 +260,7 @@ def test_hooks_on_saved_tensors_pack_what_is_recomputed_too():
 
     found = []
     for engine in (None, "chain"):
-        torch.manual_seed(0)
-        net = nn.Sequential(*[Attending() for _ in range(6)])
-        model: Any = net
-        if engine:
-            model = rotor.Checkpointable(net, SAMPLE, "1 GiB", engine=engine, verify="off")
-            model.compute_sequence(algo=RecomputeAll)
+        net, model = attending(engine)
         x = torch.randn(256, 32)
         model(x).square().mean().backward()
         net.zero_grad()

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chain_blocks import BATCH, INNER, WIDTH, Block, planned, same, seeded, train
+from chain_blocks import BATCH, INNER, WIDTH, Block, check_planned, planned, seeded
 from torch import nn
 from torch.autograd import Function
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint
+from training import same
 
 import rotor
 
@@ -160,12 +161,7 @@ def test_equal_within_the_limit(kind: type[Block], share: float) -> None:
     def make() -> nn.Module:
         return nn.Sequential(*(kind() for _ in range(4)))
 
-    net = seeded(make)
-    plain = train(net, net)
-    net = seeded(make)
-    chk = planned(net, share)
-    assert chk.plan.schedule.recomputed
-    assert same(plain, train(net, chk))
+    chk = check_planned(make, share)
     assert chk.plan.measured_bytes <= chk.mem_limit
 
 
@@ -177,12 +173,7 @@ def test_hooks_on_the_stages_themselves() -> None:
         net[3].register_forward_pre_hook(lambda m, args: (args[0] + 0.1,))
         return net
 
-    net = seeded(make)
-    plain = train(net, net)
-    net = seeded(make)
-    chk = planned(net, 0.0)
-    assert chk.plan.schedule.recomputed
-    assert same(plain, train(net, chk))
+    check_planned(make, 0.0)
 
 
 def test_functorch_around_a_plan_is_refused() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from chain_blocks import BATCH, WIDTH, Block, planned, same, seeded, train
+from chain_blocks import BATCH, WIDTH, Block, planned, seeded, train
 from torch import nn
+from training import same
 
 import rotor
 

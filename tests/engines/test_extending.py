@@ -11,13 +11,7 @@ from torch import nn
 
 import rotor
 from rotor import algorithms, rockmate, simrd
-from rotor.algorithms import (
-    DynamicAlgorithm,
-    NoCheckpoint,
-    Persistent,
-    RecomputeAll,
-    Sequence,
-)
+from rotor.algorithms import DynamicAlgorithm, NoCheckpoint, Persistent, RecomputeAll, Sequence
 from rotor.engines.contract import Call, Engine, IsPending, Key, StartMeter
 from rotor.graph import simulate
 from rotor.meter.step_meter import Metered, StepBytes

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from zoo.models import Row
 
 import rotor
 from rotor import _core
@@ -25,20 +26,9 @@ class _Block(nn.Module):
         return x + torch.tanh(self.layer(x))
 
 
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def _settled(engine: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[_Block() for _ in range(3)]) if engine == "chain" else _Model()
+    model = (nn.Sequential if engine == "chain" else Row)(*[_Block() for _ in range(3)])
     limited = rotor.Checkpointable(model, mem_limit="8MiB", engine=engine, verbosity=-1)
     for _ in range(6):
         _step(limited)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from versions import HANDS_OVER
+from zoo.models import Row, Tanhs
 
 import rotor
 from rotor.engines.graph.making import make_graph_plan
@@ -15,24 +16,15 @@ from rotor.errors import InfeasibleError
 WIDTH, OUTPUTS, ROWS = 128, 2048, 256
 
 
-class Wide(nn.Module):
-    """Its output is larger than all it keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
-        self.head = nn.Linear(WIDTH, OUTPUTS)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
+def wide():
+    """A model whose output is larger than all it keeps."""
+    return Row(Tanhs(WIDTH, 12), nn.Linear(WIDTH, OUTPUTS))
 
 
 @pytest.fixture(scope="module")
 def measured():
     torch.manual_seed(0)
-    chk = rotor.Checkpointable(Wide(), mem_limit="1GiB", engine="graph", effort="fast")
+    chk = rotor.Checkpointable(wide(), mem_limit="1GiB", engine="graph", effort="fast")
     return chk.measure(torch.ones(ROWS, WIDTH))
 
 
@@ -48,7 +40,7 @@ def test_a_graph_is_planned_beside_the_largest_reserve_that_fits(measured):
     without, with_guess = least(measured, 0), least(measured, guess)
     assert with_guess > without + guess // 2
     limit = with_guess - guess // 3
-    chk = rotor.Checkpointable(Wide(), mem_limit=limit, engine="graph", effort="fast")
+    chk = rotor.Checkpointable(wide(), mem_limit=limit, engine="graph", effort="fast")
     output = chk(x)
     plan = chk.plan
     assert 0 < plan.loss_bytes < guess
@@ -67,13 +59,13 @@ def test_a_graph_is_planned_beside_the_largest_reserve_that_fits(measured):
 @pytest.mark.skipif(not HANDS_OVER, reason="PyTorch 2.11 holds what the loss needs anyway")
 def test_every_limit_that_is_feasible_without_a_guess_is_planned(measured):
     limit = least(measured, 0)
-    chk = rotor.Checkpointable(Wide(), mem_limit=limit, engine="graph", effort="fast")
+    chk = rotor.Checkpointable(wide(), mem_limit=limit, engine="graph", effort="fast")
     output = chk(torch.ones(ROWS, WIDTH))
     assert chk.plan.predicted_bytes <= limit
     with pytest.warns(rotor.MemoryLimitWarning, match="not kept in a first step"):
         output.backward(torch.ones_like(output))
     with pytest.raises(InfeasibleError) as raised:
-        rotor.Checkpointable(Wide(), mem_limit=1000, engine="graph", effort="fast")(
+        rotor.Checkpointable(wide(), mem_limit=1000, engine="graph", effort="fast")(
             torch.ones(ROWS, WIDTH)
         )
     assert raised.value.minimum_bytes == limit

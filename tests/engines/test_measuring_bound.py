@@ -10,6 +10,7 @@ from chain_blocks import Block
 from torch import nn
 from torch.nn.functional import cross_entropy
 from training import conv_net, images
+from zoo.models import Function
 
 import rotor
 from rotor import timing
@@ -20,15 +21,9 @@ STATES_BYTES = 4 * 5056
 """Four states of PyTorch's generator on the CPU."""
 
 
-class Large(nn.Module):
-    """A buffer that is larger than everything else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(100_000))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.table[0]
+def large() -> nn.Module:
+    """A stage with a buffer that is larger than everything else."""
+    return Function(lambda self, x: x + self.table[0], table=torch.zeros(100_000))
 
 
 class Unmetered:
@@ -86,7 +81,7 @@ CASES = {
         128 * 32 * 4,
     ),
     "large buffer": (
-        lambda: nn.Sequential(nn.Linear(16, 16), Large(), Large(), nn.Linear(16, 16)),
+        lambda: nn.Sequential(nn.Linear(16, 16), large(), large(), nn.Linear(16, 16)),
         lambda: torch.randn(64, 16),
         (),
         400_000,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from limited_models import UNLIMITED
 from torch import nn
+from training import same
 from unrepeatable import Stack, sample
-from unrepeatable import same as same_step
 from unrepeatable import step as seeded_step
 
 import rotor
@@ -81,10 +81,6 @@ def step(model: nn.Module, call, x: torch.Tensor, seed: int = 0) -> list[torch.T
 def trained(model: nn.Module, call, x: torch.Tensor, steps: int = 4) -> list[torch.Tensor]:
     found = [tensor for k in range(steps) for tensor in step(model, call, x, k)]
     return [*found, *(b.clone() for b in model.buffers())]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def offloading(model: nn.Module, tier, x: torch.Tensor, link: Link = FAST, **settings):
@@ -181,7 +177,7 @@ def test_what_is_made_once_need_not_stay(disk):
     limit = least_bytes(options, bases) - 2 * x.nbytes
     chk.compute_sequence(mem_limit=limit)
     for _ in range(2):
-        assert same_step(seeded_step(chk, x), seeded_step(twin, x))
+        assert same(seeded_step(chk, x), seeded_step(twin, x))
     assert chk.plan.measured_bytes <= limit
     with pytest.raises(InfeasibleError):
         choose(options, bases, limit)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from versions import needs_swaps
+from zoo.models import Row
 
 import rotor
 
@@ -39,13 +40,6 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(Counting.apply(x, 0.3))))
 
 
-class Blocks(nn.Sequential):
-    """Blocks of which the first, whose input needs no gradient, is captured alone."""
-
-    def forward(self, x):
-        return super().forward(x)
-
-
 class Breaking(nn.Module):
     """Captured block, and code after it that keeps more and is in no graph."""
 
@@ -70,7 +64,8 @@ def gradients(model, called, rows):
 
 def models():
     torch.manual_seed(0)
-    return [Blocks(*[Block() for _ in range(4)]), Breaking()]
+    # The first block, whose input needs no gradient, is captured alone.
+    return [Row(*[Block() for _ in range(4)]), Breaking()]
 
 
 @needs_swaps

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Row
 
 import rotor
 from rotor.common.dependencies import Dependencies, Record
@@ -136,7 +137,7 @@ def test_what_is_drawn_once_is_drawn_when_the_plain_model_draws_it(kind, engine)
         torch.manual_seed(0)
         net = nn.Sequential(*(kind() for _ in range(4)))
         if engine != "chain":
-            net = Wrapped(net)
+            net = Row(net)
         model = rotor.Checkpointable(net, mem_limit="1 MB", engine=engine) if engine else net
         found = []
         for _ in range(3):
@@ -149,18 +150,9 @@ def test_what_is_drawn_once_is_drawn_when_the_plain_model_draws_it(kind, engine)
     assert all(map(torch.equal, results(None), results(engine)))
 
 
-class Wrapped(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
-
-
 def test_a_graph_of_a_function_that_draws_once_is_refused():
     drawn.cache_clear()
-    model = rotor.Checkpointable(Wrapped(InCache()), mem_limit="1 MB", engine="graph")
+    model = rotor.Checkpointable(Row(InCache()), mem_limit="1 MB", engine="graph")
     with pytest.raises(rotor.CaptureError, match="random numbers in a function with a cache"):
         model(torch.randn(16, 8))
 

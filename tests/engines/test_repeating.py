@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from unrepeatable import OPERATORS, Stack, operator, planned, runs_of, same, sample, step
+from training import same
+from unrepeatable import OPERATORS, Stack, operator, planned, runs_of, sample, step
 
 import rotor
 from rotor.common import cache

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from torch import nn
-from zoo.models import FeedForward
+from training import same
+from zoo.models import Branching, FeedForward
 
 import rotor
 from rotor.algorithms import Persistent
@@ -37,6 +38,12 @@ def stepped(model, x=X):
     return [p.grad.clone() for p in model.parameters()]
 
 
+def check_steps(chk, model, steps):
+    for _ in range(steps):
+        assert same(stepped(chk), stepped(model))
+        assert chk.plan.measured_bytes <= chk.mem_limit
+
+
 def rows_of(chk):
     lines = chk.report().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("compared"))
@@ -48,10 +55,7 @@ def test_the_plan_with_less_recomputation_runs(share):
     model = feed_forward()
     limit = limit_of(model, share)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit, effort="fast")
-    for _ in range(2):
-        for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
-            assert torch.equal(ours, theirs)
-        assert chk.plan.measured_bytes <= limit
+    check_steps(chk, model, 2)
     chain = chain_of(model)
     chain.compute_sequence(mem_limit=limit)
     slower = chain.plan.sequence.makespan / chain.plan.chain.ideal_time
@@ -94,18 +98,6 @@ def test_the_published_method_gives_a_schedule(options):
         _ = chk.program
 
 
-class Branching(nn.Module):
-    """Depends on the values of its input: no graph of it exists."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y * 2 if y.sum().item() > 1e30 else y
-
-
 def branching(**options):
     model = feed_forward(**options)
     model[2] = Branching(model[2])
@@ -122,10 +114,7 @@ def test_where_a_stage_cannot_be_captured_parts_are_compared_with_the_chain(shar
     model = branching()
     limit = limit_of(model, share)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
-    for _ in range(3):
-        for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
-            assert torch.equal(ours, theirs)
-        assert chk.plan.measured_bytes <= limit
+    check_steps(chk, model, 3)
     rows = rows_of(chk)
     assert "not captured: " in rows["graph"]
     recomputed = {name: recomputed_in(rows[name]) for name in ("chain", "parts")}
@@ -153,10 +142,7 @@ def test_the_chain_runs_where_the_parts_do_not_fit():
     model = nn.Sequential(*[Opaque(32) for _ in range(6)], FeedForward(32, dropout=0.0))
     limit = limit_of(model, 0.4)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
-    for _ in range(2):
-        for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
-            assert torch.equal(ours, theirs)
-        assert chk.plan.measured_bytes <= limit
+    check_steps(chk, model, 2)
     assert chk.plan.engine == "chain"
     rows = rows_of(chk)
     assert rows["chain"].endswith("runs")
@@ -172,8 +158,7 @@ def test_parts_that_need_more_than_the_limit_in_a_step_are_a_chain_again(monkeyp
     assert chk.plan.engine == "parts"
     chk.plan.is_over = True
     y.square().mean().backward()
-    for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(stepped(chk), stepped(model))
     assert chk.plan.engine == "chain"
     assert chk.plan.measured_bytes <= limit
     assert "in a step" in rows_of(chk)["parts"]
@@ -212,8 +197,7 @@ def test_a_copy_plans_for_itself():
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit_of(model, 0.6), effort="fast")
     stepped(chk)
     other = copy.deepcopy(chk)
-    for ours, theirs in zip(stepped(other), stepped(model), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(stepped(other), stepped(model))
     assert other.plan is not chk.plan
     assert other.plan.limit_bytes == chk.plan.limit_bytes >= other.plan.predicted_bytes
 
@@ -228,8 +212,7 @@ def test_the_curve_of_training_is_that_of_the_plans_it_makes():
     limit = (curve.minimum_bytes + chain.minimum_bytes) // 2
     plan = chk.plan_step(limit)
     assert (plan.engine, plan.limit_bytes) == ("graph", limit)
-    for ours, theirs in zip(stepped(chk), stepped(model), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(stepped(chk), stepped(model))
     assert chk.plan.engine == "graph"
     assert chk.plan.measured_bytes <= limit
     with pytest.raises(rotor.InfeasibleError, match="no schedule fits"):

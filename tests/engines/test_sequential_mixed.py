@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from training import same
 from zoo.models import Branching, FeedForward
 
 import rotor
@@ -73,10 +74,6 @@ def trained(model, call, steps=3, x=X, context=None):
         found += [p.grad.clone() for p in model.parameters()]
         optimizer.step()
     return [*found, *(p.detach().clone() for p in model.parameters())]
-
-
-def same(one, other):
-    return all(map(torch.equal, one, other))
 
 
 def limit_of(model, share, x=X):

@@ -7,25 +7,14 @@ from collections import Counter
 
 import torch
 from torch import nn
+from zoo.models import Residual
 
 import rotor
 
 
-class Block(nn.Module):
-    """Two products and what leads around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the result."""
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
 def _settled(blocks: int) -> tuple[rotor.Checkpointable, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(blocks)])
+    model = nn.Sequential(nn.Linear(8, 8), *[Residual(8, 8) for _ in range(blocks)])
     chk = rotor.Checkpointable(
         model, mem_limit="1 GB", engine="graph", planning="before", effort="fast", verbosity=0
     )
@@ -71,7 +60,7 @@ def test_a_layer_more_costs_a_settled_step_no_call_of_ours():
 
 def test_a_layer_that_loses_its_bias_is_noticed():
     chk, x = _settled(4)
-    chk.module[2].inner.bias = None
+    chk.module[2].up.bias = None
     chk(x).square().sum().backward()
     ours = [p.grad.clone() for p in chk.module.parameters()]
     chk.zero_grad()

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from training import gradients_of, same
+from zoo.models import Residual
 
 import rotor
 from rotor import memory
@@ -41,22 +43,12 @@ class Selected(nn.Module):
         return x.index_add(0, rows, self.fall(torch.tanh(self.rise(x[rows]))))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rise = nn.Linear(WIDTH, 2 * WIDTH)
-        self.fall = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.fall(torch.tanh(self.rise(x)))
-
-
 class Between(nn.Module):
     """Two parts that are captured, and eager code between them that works on selected rows."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = Block(), Block()
+        self.first, self.last = Residual(WIDTH, 2 * WIDTH), Residual(WIDTH, 2 * WIDTH)
         self.rise = nn.Parameter(torch.randn(WIDTH, 4 * INNER) * 0.01)
         self.fall = nn.Parameter(torch.randn(4 * INNER, WIDTH) * 0.01)
 
@@ -85,8 +77,7 @@ def batch(selected):
 
 
 def step(model, selected):
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     model(batch(selected)).mul(1e-9).sum().backward()
 
 
@@ -162,8 +153,7 @@ def test_a_chain_learns_what_its_stages_keep_of_another_batch():
     assert "peaks seen" in chk.report()
     step(plain, MANY)
     step(chk, MANY)
-    for a, b in zip(chk.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+    assert same(gradients_of(chk), gradients_of(plain))
 
 
 def test_a_stage_that_is_recomputed_is_seen_in_the_backward():
@@ -248,8 +238,7 @@ def test_parts_learn_what_the_code_between_them_keeps():
     assert "peaks seen" in chk.report()
     step(plain, MANY)
     step(chk, MANY)
-    for a, b in zip(chk.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+    assert same(gradients_of(chk), gradients_of(plain))
 
 
 class Routed(nn.Module):
@@ -257,7 +246,7 @@ class Routed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = Block(), Block()
+        self.first, self.last = Residual(WIDTH, 2 * WIDTH), Residual(WIDTH, 2 * WIDTH)
 
     def forward(self, x):
         rows = torch.tensor([k for k, value in enumerate(x[:, 0].tolist()) if value > 0])
@@ -287,7 +276,9 @@ def test_a_graph_is_metered_now_and_then(monkeypatch):
     """A loss outside it may depend on data, though the graph does not."""
     monkeypatch.setattr(accounting, "METERED_EARLY", (3,))
     torch.manual_seed(0)
-    chk = rotor.Checkpointable(Block(), mem_limit="8MB", engine="graph", effort="fast")
+    chk = rotor.Checkpointable(
+        Residual(WIDTH, 2 * WIDTH), mem_limit="8MB", engine="graph", effort="fast"
+    )
     x = torch.randn(ROWS, WIDTH)
 
     def run(copies):

@@ -163,9 +163,7 @@ def test_models_train_under_budgets_in_processes(tmp_path):
     extra = {"batch_size": 4, "extra_params": {"input_size": 16}}
     settings = {
         "default": {"use_sampling": False, "ignore_small_tensors": False},
-        "treelstm": [
-            {"type": "dtr", "kind": "ratio", "ratio": [0.7, 1.0], **extra},
-        ],
+        "treelstm": [{"type": "dtr", "kind": "ratio", "ratio": [0.7, 1.0], **extra}],
     }
     top = {"models": ["treelstm"], "set_seed": True, "device": "cpu", "sizes": "small"}
     config = configuration.parse(json.dumps(top | {"dtr_settings": settings}), "test")

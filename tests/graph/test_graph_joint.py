@@ -214,11 +214,7 @@ def test_the_curve_with_a_tier_lies_nowhere_above_the_one_without():
     seen: list[tuple[int, int]] = []
     alone = curve(graph, 8, effort="fast")
     joint = curve(
-        graph,
-        8,
-        effort="fast",
-        link=link,
-        progress=lambda done, total: seen.append((done, total)),
+        graph, 8, effort="fast", link=link, progress=lambda done, total: seen.append((done, total))
     )
     assert joint.minimum_bytes <= alone.minimum_bytes
     faster = 0

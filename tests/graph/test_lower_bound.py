@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from oracles import program as oracle
 from random_graphs import graphs
 from torch import nn
+from zoo.models import Row, Tanhs
 
 import rotor
 from rotor.graph import Graph, Operation, curve, lower_bound, plan, simulate
@@ -189,23 +190,11 @@ def test_gradients_wait_for_the_largest_operation():
     assert curve(graph, 3).lower_bound_bytes == 213
 
 
-class Wide(nn.Module):
-    """Returns all that it computes: an assumed loss needs more than the rest of the step."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.last = nn.Linear(16, 256)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.last(x)
-
-
 @pytest.fixture
 def wide():
-    chk = rotor.Checkpointable(Wide(), mem_limit="100MB", engine="graph", effort="fast")
+    # It returns all that it computes: an assumed loss needs more than the rest of the step.
+    model = Row(Tanhs(16, 4), nn.Linear(16, 256))
+    chk = rotor.Checkpointable(model, mem_limit="100MB", engine="graph", effort="fast")
     chk.measure(torch.randn(256, 16))
     return chk
 

@@ -374,7 +374,7 @@ def test_commands_that_say_wrong_figures_are_found(monkeypatch, tmp_path):
     rows, faults = commands.check("net", tmp_path)
     assert faults == []
     assert [row[0] for row in rows] == [
-        *("net: measure", "net: curve, plain", "net: plan", "net: fit, batch 8"),
+        *("net: measure", "net: curve, plain", "net: plan", "net: fit, batch 8")
     ]
     said["curve"]["plain_bytes"] = 800
     peaks[700, None], peaks[700, 8] = 760, 701

@@ -46,9 +46,7 @@ C_LEVELS = {
         ["planner_spans"],
         ["planner_greedy_tier", "planner_prefetch", "planner_sequence"],
         ["planner_sequence_check", "planner_clocks", "planner_edits"],
-        [
-            *("planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve"),
-        ],
+        [*("planner_greedy", "planner_search", "planner_pool", "planner", "planner_curve")],
     ],
     "csrc/python": [
         ["support"],

@@ -155,13 +155,7 @@ def test_only_inplace_layers_change_their_input(
     assert all(isinstance(stage, nn.ReLU) and stage.inplace for _, stage in changing)
     assert (
         len(changing)
-        == {
-            "resnet": 1,
-            "bottleneck": 1,
-            "vgg": 10,
-            "densenet": 3,
-            "inception": 0,
-        }[family]
+        == {"resnet": 1, "bottleneck": 1, "vgg": 10, "densenet": 3, "inception": 0}[family]
     )
 
 
@@ -200,11 +194,7 @@ def test_slices_are_plain_sequentials_that_share_stages(small: dict[str, nn.Sequ
 @pytest.mark.parametrize("name", ["resnet50", "vgg11", "densenet121", "inception_v3"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"weights": "DEFAULT"},
-        {"weights": "https://example.org/model.pth"},
-        {"pretrained": True},
-    ],
+    [{"weights": "DEFAULT"}, {"weights": "https://example.org/model.pth"}, {"pretrained": True}],
 )
 def test_weights_are_refused(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"{name}\({next(iter(options))}=.*load_state_dict"):
@@ -261,10 +251,7 @@ def test_a_size_can_be_repeated() -> None:
     ("make", "message"),
     [
         (lambda: models.resnet18(groups=2), "BasicBlock is defined for groups=1"),
-        (
-            lambda: models.resnet18(replace_stride_with_dilation=(True, False, False)),
-            "dilation=1",
-        ),
+        (lambda: models.resnet18(replace_stride_with_dilation=(True, False, False)), "dilation=1"),
         (
             lambda: models.resnet50(replace_stride_with_dilation=(True, False)),
             "each of the last three groups",
@@ -382,9 +369,7 @@ def test_inception_without_aux_has_no_pairs() -> None:
     assert type(model[-1]) is nn.Linear
 
 
-def test_inception_trains_without_aux_after_it_is_deleted(
-    small: dict[str, nn.Sequential],
-) -> None:
+def test_inception_trains_without_aux_after_it_is_deleted(small: dict[str, nn.Sequential]) -> None:
     model = copy.deepcopy(small["inception"])
     del model.AuxLogits
     assert model.train()(images(2, 75)).shape == (2, 5)

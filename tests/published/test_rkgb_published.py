@@ -8,6 +8,7 @@ import pytest
 import torch
 from rotor.models import gpt, resnet18
 from torch import nn
+from zoo.models import Function
 
 from rotor import rkgb
 from rotor.rkgb import partitioned
@@ -124,18 +125,16 @@ def test_graphs_without_a_counterpart_say_what_to_use():
         made.Q  # noqa: B018
 
 
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+def wide():
     def forward(self, x):
         y = self.first(x)
         return self.second(y) * torch.tanh(y)
 
+    return Function(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+
 
 def test_partitioners_by_their_published_names():
-    model, sample = nn.Sequential(Wide(), Wide()), torch.randn(2, 4)
+    model, sample = nn.Sequential(wide(), wide()), torch.randn(2, 4)
     cut = rkgb.Result(model, sample, partitioners=[partitioned.PartitionerSequence()])
     flat = rkgb.Result(model, sample, partitioners=[partitioned.Partitioner()])
     assert len(cut.P) == len(rkgb.make_all_graphs(model, sample).P)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo.models import FeedForward
+from zoo.models import FeedForward, normed
 
 import rotor
 from rotor import rockmate
@@ -20,12 +20,7 @@ from rotor.rockmate import solvers
 from rotor.units import format_bytes
 
 WIDTH, TOKENS, BATCH, VOCABULARY = 32, 16, 16, 50
-CHOICES = [
-    rotor.Rockmate,
-    rotor.PureRockmate,
-    rotor.Hiremate,
-    rotor.PureRotor,
-]
+CHOICES = [rotor.Rockmate, rotor.PureRockmate, rotor.Hiremate, rotor.PureRotor]
 
 
 class Language(nn.Module):
@@ -153,25 +148,9 @@ def test_gradients_that_exist_need_no_room_beside_the_budget(span):
     assert max(rk.expect_mem(overhead=True)) <= budget
 
 
-class Normed(nn.Module):
-    """Has running statistics, and draws: bytes beside the storages of the graph."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
-            for _ in range(layers)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.__name__)
 def test_what_is_expected_is_within_the_budget_and_the_report_names_it(choice):
-    net, x = Normed(), torch.randn(256, 64)
+    net, x = normed(), torch.randn(256, 64)
     least, most = plain_activations(net, x)
     for budget in (least, (least + most) // 2, int(0.9 * most)):
         try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rotor.models import utils
 from torch import nn
+from training import same
 
 import rotor
 from rotor.algorithms import ChenSqrt, Floating, Persistent, RecomputeAll
@@ -39,10 +40,6 @@ def gradients(model: nn.Module, y: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     y.square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # -- attributes
@@ -99,7 +96,7 @@ def test_schedules_by_their_published_names():
     assert runs(chk.compute_seq_sequence(segments=2)) < runs(segments) + n
     assert chk.compute_seq_sequence(1) == whole
     expected = gradients(chk.module, chk.module(sample()))
-    assert equal(gradients(chk, chk(sample())), expected)
+    assert same(gradients(chk, chk(sample())), expected)
 
 
 @pytest.mark.parametrize("name", ["compute_homogeneous_sequence", "compute_heterogeneous_sequence"])
@@ -266,7 +263,7 @@ def test_the_published_forward_written_out():
     for i in range(start, len(chk.functions)):
         y = chk.functions[i](y)
     expected = gradients(plain, plain(sample()))
-    assert equal(gradients(net, y), expected)
+    assert same(gradients(net, y), expected)
 
 
 def test_a_sequence_that_leaves_everything_to_the_caller():
@@ -304,8 +301,8 @@ def test_checkpoint_optim_takes_a_tuple(kept):
     y = rotor.CheckpointOptim.apply(list(net), sequence, None, True, (a, b))
     expected = plain((c, d))
     assert torch.equal(y, expected)
-    assert equal(gradients(net, y), gradients(plain, expected))
-    assert equal([a.grad, b.grad], [c.grad, d.grad])
+    assert same(gradients(net, y), gradients(plain, expected))
+    assert same([a.grad, b.grad], [c.grad, d.grad])
 
 
 def test_only_some_of_a_tuple_may_require_gradients():
@@ -352,7 +349,7 @@ def test_relu_at_end_by_its_published_name():
     plain = copy.deepcopy(net)
     chk = rotor.Checkpointable(net, sample(), "1GB")
     assert len(chk.functions) == 3
-    assert equal(gradients(chk, chk(sample())), gradients(plain, plain(sample())))
+    assert same(gradients(chk, chk(sample())), gradients(plain, plain(sample())))
 
 
 # -- algorithms by name
@@ -407,7 +404,7 @@ def test_a_plan_of_the_command_line_is_loaded(tmp_path, capsys):
     for _ in range(3):
         chk.zero_grad()
         actual = gradients(chk, chk(x))
-        assert equal(actual, gradients(plain, plain(x)))
+        assert same(actual, gradients(plain, plain(x)))
         assert chk.sequence == loaded
         assert chk.plan.measured_bytes is None or chk.plan.measured_bytes <= limit
 

@@ -250,8 +250,7 @@ def test_a_program_is_loaded_and_run(planned, rows, tmp_path):
     outputs = []
     for model in (planned, again):
         torch.manual_seed(5)
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad()
         output = model(rows)
         output.square().sum().backward()
         outputs.append((output.detach(), [p.grad for p in model.parameters()]))

@@ -22,26 +22,6 @@ from rotor.rkgb.units import part_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def resnet():
-    return case("resnet")
-
-
-@pytest.fixture(scope="module")
-def transformer():
-    return case("gpt")
-
-
-@pytest.fixture(scope="module")
-def unet():
-    return case("unet")
-
-
-@pytest.fixture(scope="module")
-def perceptron():
-    return case("mlp")
-
-
 # -- blocks
 
 

@@ -28,26 +28,6 @@ def layers_of(model: nn.Module) -> set[str]:
     }
 
 
-@pytest.fixture(scope="module")
-def resnet():
-    return case("resnet")
-
-
-@pytest.fixture(scope="module")
-def transformer():
-    return case("gpt")
-
-
-@pytest.fixture(scope="module")
-def unet():
-    return case("unet")
-
-
-@pytest.fixture(scope="module")
-def perceptron():
-    return case("mlp")
-
-
 def clones(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)

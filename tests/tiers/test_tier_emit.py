@@ -15,12 +15,6 @@ SHARES = ((0.0, 1.0), (0.15, 0.7), (0.6, 0.5))
 """Shares of storages that are dropped, and of pauses that are spent in the tier."""
 
 
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
     tier = DiskTier(tmp_path_factory.mktemp("tier"))

@@ -18,14 +18,9 @@ import torch
 from capture.test_graph_emit import dropout_net
 from graph_modules import Planned, in_order
 from joint_programs import MemoryTier, offload_at_random
+from training import gradients_of, same
 
 from rotor.tier import DiskTier
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -49,11 +44,11 @@ def offloading(tier) -> tuple[torch.nn.Module, torch.nn.Module, Planned, torch.T
     return model, twin, planned, x
 
 
-def equal_gradients(model, twin) -> bool:
-    return all(
-        torch.equal(p.grad, q.grad)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
-    )
+def check_step(model, twin, planned, x) -> None:
+    for call in (planned, twin):
+        torch.manual_seed(0)
+        call(x).sum().backward()
+    assert same(gradients_of(model), gradients_of(twin))
 
 
 def test_two_steps_may_be_pending(tier):
@@ -66,7 +61,7 @@ def test_two_steps_may_be_pending(tier):
     a, b = twin(x), twin(2 * x)
     b.sum().backward()
     a.sum().backward()
-    assert equal_gradients(model, twin)
+    assert same(gradients_of(model), gradients_of(twin))
 
 
 def test_a_kept_graph_fetches_again(tier):
@@ -77,7 +72,7 @@ def test_a_kept_graph_fetches_again(tier):
         y.backward(retain_graph=True)
         y.backward(retain_graph=True)
         y.backward()
-    assert equal_gradients(model, twin)
+    assert same(gradients_of(model), gradients_of(twin))
 
 
 def test_a_dropped_step_waits_for_its_writes():
@@ -104,7 +99,7 @@ def test_areas_are_used_again(tmp_path):
     torch.manual_seed(0)
     for _ in range(6):
         twin(x).sum().backward()
-    assert equal_gradients(model, twin)
+    assert same(gradients_of(model), gradients_of(twin))
     assert len(taken) == 1
     tier.close()
 
@@ -122,10 +117,7 @@ def test_a_failed_transfer_fails_the_step_and_no_other(kind):
     assert tier.areas == []
     broken["now"] = False
     model.zero_grad()
-    for call in (planned, twin):
-        torch.manual_seed(0)
-        call(x).sum().backward()
-    assert equal_gradients(model, twin)
+    check_step(model, twin, planned, x)
 
 
 def test_an_exception_in_the_loss_leaves_nothing(tier):
@@ -141,10 +133,7 @@ def test_an_exception_in_the_loss_leaves_nothing(tier):
         failing()
     gc.collect()
     assert alive[0]() is None
-    for call in (planned, twin):
-        torch.manual_seed(0)
-        call(x).sum().backward()
-    assert equal_gradients(model, twin)
+    check_step(model, twin, planned, x)
 
 
 def test_a_step_runs_in_another_thread(tier):
@@ -156,7 +145,7 @@ def test_a_step_runs_in_another_thread(tier):
     thread.join()
     torch.manual_seed(0)
     twin(x).sum().backward()
-    assert equal_gradients(model, twin)
+    assert same(gradients_of(model), gradients_of(twin))
 
 
 class Slow(MemoryTier):
@@ -181,10 +170,7 @@ def test_an_interrupted_wait_loses_nothing():
     assert tier.is_interrupted
     assert tier.areas == []
     model.zero_grad()
-    for call in (planned, twin):
-        torch.manual_seed(0)
-        call(x).sum().backward()
-    assert equal_gradients(model, twin)
+    check_step(model, twin, planned, x)
 
 
 def test_control_c_ends_a_wait_for_the_disk(tmp_path):

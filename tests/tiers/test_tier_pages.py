@@ -11,18 +11,12 @@ import torch
 from chromium import Browser
 from chromium import program as chromium
 from docs.test_browser import colors, contrast, opened, style
-from tiers.test_tier_plans import ROWS, WIDTH, Fast, Net, made, with_link
+from tiers.test_tier_plans import ROWS, WIDTH, Fast, made, net_of, with_link
 from torch import nn
 
 import rotor
 from rotor.graph import Graph, Link, Operation, Storage, render, simulate, summarise
 from rotor.graph.transfers import transfers_of
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
 
 
 def small_graph() -> Graph:
@@ -116,12 +110,12 @@ def test_saved_programs_are_reported_with_their_tier(tmp_path):
 
 def trained_model(tmp_path) -> rotor.Checkpointable:
     torch.manual_seed(0)
-    chk = made(Net(), "1 GB")
+    chk = made(net_of(), "1 GB")
     x = torch.randn(ROWS, WIDTH)
     chk.measure(x, targets=(x,))
     chk.compute_sequence()
     limit = int(0.5 * chk.plan.predicted_bytes)
-    slow = with_link(made(Net(), limit, offload=Fast()), 2e9)
+    slow = with_link(made(net_of(), limit, offload=Fast()), 2e9)
     for _ in range(2):
         slow(x, targets=(x,)).backward()
     return slow

@@ -10,6 +10,8 @@ import torch
 from joint_programs import MemoryTier
 from torch import nn
 from torch.nn import functional as F
+from training import same
+from zoo.models import Gated, Row
 
 import rotor
 from rotor.graph import Link
@@ -17,24 +19,9 @@ from rotor.graph import Link
 WIDTH, ROWS = 64, 256
 
 
-class Net(nn.Module):
+def net_of(depth: int = 6) -> nn.Module:
     """Layers whose products cost more than to move what they make."""
-
-    def __init__(self, depth: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = F.dropout(torch.tanh(layer(x)), 0.1) + x
-        return self.norm(x)
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
+    return Row(Gated(WIDTH, depth), nn.BatchNorm1d(WIDTH))
 
 
 class Fast(MemoryTier):
@@ -83,15 +70,11 @@ def trained(model, call, steps: int = 3, *, accumulate: bool = False):
     return [tensor for step in found for tensor in step] + [b.clone() for b in model.buffers()]
 
 
-def same(one, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.fixture(scope="module")
 def subject():
     """A model, its unplanned training, and the peak of that."""
     torch.manual_seed(0)
-    model = Net()
+    model = net_of()
     twin = copy.deepcopy(model)
     plain = made(twin, "1 GB", planning="before")
     expected = trained(twin, plain)
@@ -231,7 +214,7 @@ def test_waits_that_are_longer_than_planned_are_planned_for(subject):
 def test_the_largest_batch_with_a_tier(tmp_path):
     """A tier makes room for a larger batch, whose peak is measured."""
     torch.manual_seed(0)
-    net, sample = Net(3), torch.randn(8, WIDTH)
+    net, sample = net_of(3), torch.randn(8, WIDTH)
     options = {"multiple_of": 8, "max_batch": 96, "points": 1, "timed": False, "engine": "graph"}
     tier = rotor.DiskTier(tmp_path)
     tier.least_bytes = 1024

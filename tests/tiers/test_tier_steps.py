@@ -11,6 +11,7 @@ import torch
 from joint_programs import random_joint_program
 from limited_models import UNLIMITED
 from torch import nn
+from training import same
 
 import rotor
 from rotor import graph as rg
@@ -39,12 +40,6 @@ class Mixed(nn.Module):
             top = torch.topk(x, 3, dim=1).values.sum(1, keepdim=True)
             x = torch.cat([b, a.sigmoid()], 1) + top
         return self.last(x)
-
-
-@pytest.fixture(autouse=True)
-def _no_compiled_code_stays():
-    yield
-    torch._dynamo.reset()
 
 
 def pair() -> tuple[nn.Module, nn.Module, torch.Tensor]:
@@ -80,10 +75,6 @@ def graph_engine(model: nn.Module, **settings) -> rotor.Checkpointable:
         planning="before",
         **settings,
     )
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(4))

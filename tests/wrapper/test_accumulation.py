@@ -12,10 +12,10 @@ from accumulating import drop_gradients, gradient_bytes, least_limit, metered, s
 from rotor.models.gpt import GPT
 from rotor.models.gpt import gpt as build_gpt
 from torch import nn
-from torch.nn import functional as F
 from torchvision_standins import import_torchvision
+from training import gradients_of, same
 from versions import HANDS_OVER, needs_swaps
-from zoo.models import Branching, Recurrent
+from zoo.models import Branching, FeedForward, Recurrent, Row
 
 import rotor
 from rotor import memory
@@ -39,29 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:thrashing"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Loop(nn.Module):
-    """A chain's layers in a loop: one graph, no Sequential."""
-
-    def __init__(self, chain: nn.Sequential):
-        super().__init__()
-        self.layers = nn.ModuleList(chain)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Images(nn.Module):
@@ -92,7 +69,7 @@ class Bag(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(2000, 64)
-        self.layers = nn.Sequential(*(Residual(64) for _ in range(3)))
+        self.layers = nn.Sequential(*(FeedForward(64, 4, 0.0) for _ in range(3)))
 
     def forward(self, tokens):
         return self.layers(self.table(tokens)).mean(1)
@@ -113,7 +90,7 @@ def convolutions() -> nn.Sequential:
 
 
 def half_frozen() -> nn.Sequential:
-    net = nn.Sequential(*(Residual(128) for _ in range(6)))
+    net = nn.Sequential(*(FeedForward(128, 4, 0.0) for _ in range(6)))
     for layer in net[::2]:
         layer.requires_grad_(False)
     return net
@@ -134,7 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     ),
     "vit": (lambda: Images(96, 4), lambda: torch.randn(2, 3, 32, 32)),
     "residual": (
-        lambda: nn.Sequential(*(Residual(128) for _ in range(6))),
+        lambda: nn.Sequential(*(FeedForward(128, 4, 0.0) for _ in range(6))),
         lambda: torch.randn(64, 128),
     ),
     "convolutions": (convolutions, lambda: torch.randn(2, 3, 8, 8)),
@@ -149,9 +126,9 @@ def made(name, engine):
     build, sample = MODELS[name]
     model = build()
     if engine == "graph" and isinstance(model, nn.Sequential):
-        model = Loop(model)
+        model = Row(*model)
     if engine == "parts" and name != "recurrent":
-        model = Branching(Loop(model) if isinstance(model, nn.Sequential) else model)
+        model = Branching(Row(*model) if isinstance(model, nn.Sequential) else model)
     return model, sample()
 
 
@@ -180,7 +157,7 @@ def least_of_a_chain(model, x):
 
 def least_of_a_graph(model, x):
     """The least limit of a graph whose parameter gradients have no bytes."""
-    whole = Loop(model) if isinstance(model, nn.Sequential) else getattr(model, "inner", model)
+    whole = Row(*model) if isinstance(model, nn.Sequential) else getattr(model, "inner", model)
     measured = limited(whole, "1GiB", "graph").measure(x)
     graph = build_graph(measured.lowered, measured.costs, 0)
     outputs = set(graph.operations[measured.lowered.loss].inputs)
@@ -315,10 +292,7 @@ def test_half_of_the_activations_is_enough_though_the_loss_is_unknown():
         make_graph_plan(measured, limit, measured.assumed_loss_bytes, options={"effort": "fast"})
     chk = rotor.Checkpointable(model, mem_limit=limit, effort="fast")
     chk(x).last_hidden_state.square().mean().backward()
-    assert all(
-        torch.equal(a.grad, b.grad)
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
-    )
+    assert same(gradients_of(model), gradients_of(plain))
     for _ in range(2):
         drop_gradients(model)
         chk(x).last_hidden_state.square().mean().backward()

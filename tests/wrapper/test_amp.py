@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import same
+from zoo.models import FeedForward
 
 import rotor
 
@@ -15,23 +17,10 @@ WIDTH = 64
 LIMIT = 2_000_000
 
 
-class Block(nn.Module):
-    """A residual block with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
-
-
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 100))
+    blocks = (FeedForward(WIDTH, 4) for _ in range(4))
+    return nn.Sequential(nn.Linear(16, WIDTH), *blocks, nn.Linear(WIDTH, 100))
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -61,10 +50,6 @@ def train(model: nn.Module, dtype: torch.dtype, captured: bool = False) -> Any:
     return found, weights
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
 @pytest.mark.filterwarnings("ignore:the limit of .* of which nothing was known before")
 @pytest.mark.parametrize(
@@ -87,9 +72,9 @@ def test_scaled_steps(engine, captured, dtype):
     if engine == "graph":
         assert model.plan.recomputed > 0
     assert found == expected
-    assert all(equal(one, other) for one, other in zip(weights, wanted, strict=True))
+    assert all(same(one, other) for one, other in zip(weights, wanted, strict=True))
     # The step that overflowed was left out, and the scale halved.
-    assert equal(weights[0], weights[1])
+    assert same(weights[0], weights[1])
     assert [scale for _, scale in found] == [1024.0, 512.0, 512.0, 512.0]
     assert model.plan.measured_bytes <= LIMIT
 
@@ -105,5 +90,5 @@ def test_autocast_on_and_off_are_two_plans():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 output = one(x)
             output.float().sum().backward()
-        assert equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+        assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
     assert len({key[0] for key in model.plans}) == 2

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from zoo.models import Tanhs
+from zoo.models import Asking, Tanhs
 
 import rotor
 from rotor.engines.contract import Key
@@ -82,26 +82,16 @@ def test_it_goes_through_the_handlers_of_the_program_once(capfd, caplog):
     assert len(told) == 1
 
 
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-            if x.sum() > 1e9:
-                x = x / 2
-        return x
+def parts():
+    layers = lambda: (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))  # noqa: E731
+    return Asking(*(nn.Sequential(*layers()) for _ in range(6)))
 
 
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 def test_a_model_in_parts_has_a_line_unless_its_limit_cannot_be_kept(capfd):
-    (line,) = lines(capfd, rotor.Checkpointable(Parts(), mem_limit="2MiB"), steps=1)
+    (line,) = lines(capfd, rotor.Checkpointable(parts(), mem_limit="2MiB"), steps=1)
     assert re.search(r"within 2 MiB, \S+ MiB without recomputation, its parts \+\d", line)
-    assert lines(capfd, rotor.Checkpointable(Parts(), mem_limit="840KiB"), steps=1) == []
+    assert lines(capfd, rotor.Checkpointable(parts(), mem_limit="840KiB"), steps=1) == []
 
 
 def kind(*shapes, absent=(True,), mode=0):

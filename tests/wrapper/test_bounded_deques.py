@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-
-import rotor
+from training import check_equal
 
 Bank = deque[torch.Tensor]
 CHANGES: dict[str, Callable[[Bank, torch.Tensor], object]] = {
@@ -35,19 +33,14 @@ class Remembering(nn.Module):
         return x * torch.stack(list(self.bank)).mean(0) + len(self.bank) * self.bank[0]
 
 
-def trained(change: str, wrap: Callable[[nn.Module], Any]) -> list[Any]:
-    torch.manual_seed(0)
-    plain = Remembering(CHANGES[change])
-    model, seen = wrap(plain), []
-    for _ in range(4):
-        loss = model(torch.randn(128, 32)).square().mean()
-        loss.backward()
-        seen += [loss.item(), *[t.tolist() for t in plain.bank]]
-    return [seen, *[p.grad.tolist() for p in plain.parameters()]]
-
-
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_bounded_deque_holds_what_it_holds_in_plain_training(change):
-    limited = trained(change, lambda model: rotor.Checkpointable(model, mem_limit="240KiB"))
-    assert limited == trained(change, lambda model: model)
+    check_equal(
+        lambda: Remembering(CHANGES[change]),
+        lambda model, _: model(torch.randn(128, 32)).square().mean(),
+        4,
+        state=lambda model: list(model.bank),
+        accumulates=True,
+        mem_limit="240KiB",
+    )

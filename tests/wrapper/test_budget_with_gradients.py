@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from zoo.models import normed
 
 import rotor
 
@@ -66,25 +67,9 @@ def test_gradients_that_are_set_to_none_need_no_more():
     assert losses(chk, set_to_none=True) == losses(model, set_to_none=True)
 
 
-class Normed(nn.Module):
-    """Has running statistics, and draws: bytes beside the storages of the graph."""
-
-    def __init__(self, layers=4):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
-            for _ in range(layers)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [rotor.Rockmate, rotor.PureRotor])
-@pytest.mark.parametrize("model, x", [(Normed, (256, 64)), (WideHead, (256, 32))])
+@pytest.mark.parametrize("model, x", [(normed, (256, 64)), (WideHead, (256, 32))])
 def test_what_is_expected_stays_within_an_accepted_budget_once_gradients_exist(kind, model, x):
     net, x = model(), torch.randn(x)
     with pytest.raises(rotor.InfeasibleError) as caught:

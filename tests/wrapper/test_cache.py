@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from zoo.models import Gated
 
 import rotor
 from rotor.common import cache
@@ -191,19 +191,9 @@ def test_without_a_home_directory_nothing_is_kept():
 def test_training_goes_on_with_a_damaged_table(tmp_path, monkeypatch):
     monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = x + layer(x).tanh()
-            return x
-
     def peak():
         wrapped = rotor.Checkpointable(
-            Model(), mem_limit="1MiB", engine="graph", effort="fast", planning="before"
+            Gated(16, 2, 0.0), mem_limit="1MiB", engine="graph", effort="fast", planning="before"
         )
         wrapped(torch.ones(8, 16)).sum().backward()
         return wrapped.get_expected_memory()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from training import check_equal
 
 import rotor
 from rotor.common.calls import PlainValues, Reads, leaf_expressions
@@ -37,21 +38,18 @@ class Net(nn.Module):
         return y
 
 
-def losses(
-    make: Callable[[], nn.Module], values: list[Any], engine: str | None
-) -> tuple[list[float], int]:
-    torch.manual_seed(0)
-    net = make()
-    limit: dict[str, Any] = {"mem_limit": "1 MB", "engine": engine, "verbosity": 0}
-    model: Any = net if engine is None else rotor.Checkpointable(net, **limit)
-    seen = []
-    for value in values:
-        net.zero_grad()
-        loss = model({"x": torch.randn(32, 16), "value": value}).square().mean()
-        loss.backward()
-        gradients = [p.grad for p in net.parameters() if p.grad is not None]
-        seen += [loss.item(), *[gradient.sum().item() for gradient in gradients]]
-    return seen, 0 if engine is None else len(model.plans)
+def check_values(
+    values: list[Any], engine: str, read: Callable[[Any], Any], *, breaks: bool = False
+) -> int:
+    """Check that batches with values train as in plain PyTorch; return the number of plans."""
+
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        return model({"x": torch.randn(32, 16), "value": values[number]}).square().mean()
+
+    def make() -> nn.Module:
+        return Net(read, breaks=breaks)
+
+    return len(check_equal(make, loss_of, len(values), mem_limit="1 MB", engine=engine).plans)
 
 
 def nothing(batch: Any) -> float:
@@ -71,25 +69,13 @@ UNREAD: dict[str, list[Any]] = {
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 @pytest.mark.parametrize("kind", UNREAD)
 def test_what_is_not_read_makes_no_new_kind(kind: str, engine: str) -> None:
-    def make() -> nn.Module:
-        return Net(nothing)
-
-    plain, _ = losses(make, UNREAD[kind], None)
-    limited, plans = losses(make, UNREAD[kind], engine)
-    assert limited == plain
-    assert plans == 1
+    assert check_values(UNREAD[kind], engine, nothing) == 1
 
 
 @pytest.mark.parametrize("kind", UNREAD)
 def test_parts_ask_for_no_new_kind_either(kind: str) -> None:
-    def make() -> nn.Module:
-        return Net(nothing, breaks=True)
-
-    plain, _ = losses(make, UNREAD[kind], None)
     with pytest.warns(rotor.MemoryLimitWarning, match="no single graph"):
-        limited, plans = losses(make, UNREAD[kind], "auto")
-    assert limited == plain
-    assert plans == 1
+        assert check_values(UNREAD[kind], "auto", nothing, breaks=True) == 1
 
 
 READ: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
@@ -111,25 +97,18 @@ READ: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
 @pytest.mark.parametrize("kind", READ)
 def test_what_is_read_is_followed(kind: str, engine: str) -> None:
     read, values = READ[kind]
-    plain, _ = losses(lambda: Net(read), values, None)
-    assert losses(lambda: Net(read), values, engine)[0] == plain
+    check_values(values, engine, read)
 
 
 def test_an_object_that_changes_is_followed() -> None:
-    def seen(engine: str | None) -> list[float]:
-        torch.manual_seed(0)
-        net, settings = Net(lambda b: b["value"].scale), Settings(1.0, "a")
-        limit: dict[str, Any] = {"mem_limit": "1 MB", "engine": engine, "verbosity": 0}
-        model: Any = net if engine is None else rotor.Checkpointable(net, **limit)
-        x, found = torch.randn(32, 16), []
-        for scale in (1.0, 1.0, 2.0, 2.0):
-            settings.scale = scale
-            loss = model({"x": x, "value": settings}).square().mean()
-            loss.backward()
-            found.append(loss.item())
-        return found
+    x, settings = torch.randn(32, 16), Settings(1.0, "a")
 
-    assert seen("graph") == seen(None)
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        settings.scale = (1.0, 1.0, 2.0, 2.0)[number]
+        return model({"x": x, "value": settings}).square().mean()
+
+    read = lambda batch: batch["value"].scale  # noqa: E731
+    check_equal(lambda: Net(read), loss_of, 4, mem_limit="1 MB", engine="graph", verbosity=0)
 
 
 def text(length: int) -> str:
@@ -143,18 +122,15 @@ def text_length(batch: Any) -> float:
 def test_the_third_value_of_what_is_read_is_warned_of_once() -> None:
     values = [text(k) for k in range(1, 6)]
     with pytest.warns(rotor.MemoryLimitWarning, match=r"batch\[1\] had three values") as caught:
-        limited = losses(lambda: Net(text_length), values, "graph")
+        check_values(values, "graph", text_length)
     assert len(caught) == 1
-    assert limited[0] == losses(lambda: Net(text_length), values, None)[0]
 
 
 def test_kinds_that_were_unused_for_longest_are_dropped() -> None:
     values = [text(k) for k in [*range(10), 0, 9, 1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
-        limited, plans = losses(lambda: Net(text_length), values, "graph")
-    assert limited == losses(lambda: Net(text_length), values, None)[0]
-    assert plans == 8
+        assert check_values(values, "graph", text_length) == 8
 
 
 def test_values_are_equal_if_those_that_are_read_are() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from zoo.models import Branching
 
 import rotor
 from rotor.integrations.planned import PlannedForward
@@ -110,21 +111,9 @@ def warned(action):
     return ours
 
 
-class Branching(nn.Module):
-    """Model of which no single graph can be captured."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y * 2 if y.sum() > 1e9 else y
-
-
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 def test_an_error_that_the_caller_handles_keeps_its_traceback():
-    chk = rotor.Checkpointable(Branching(), mem_limit="1 MB")
+    chk = rotor.Checkpointable(Branching(nn.Linear(4, 4)), mem_limit="1 MB")
     handled = KeyError("of the caller")
     try:
         raise handled

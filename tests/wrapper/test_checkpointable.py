@@ -18,8 +18,7 @@ from rotor.algorithms.sequence import Sequence
 
 
 def step_peak(model, x, loss=default_loss, **kwargs) -> int:
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     with memory.meter("cpu") as meter:
         y = model(x, **kwargs)
         (y if y.dim() == 0 else loss(y)).backward()
@@ -89,8 +88,7 @@ def test_first_step_is_metered_and_a_dear_loss_is_learned():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(4):
-            for parameter in chk.parameters():
-                parameter.grad = None
+            chk.zero_grad()
             dear(chk(x)).backward()
             measured.append(chk.plan.measured_bytes)
     assert least < limit < measured[0]
@@ -115,8 +113,7 @@ def test_a_limit_that_cannot_be_kept_warns_with_figures():
 
     def train():
         for _ in range(4):
-            for parameter in chk.parameters():
-                parameter.grad = None
+            chk.zero_grad()
             growing(chk(x)).backward()
 
     with pytest.warns(rotor.MemoryLimitWarning, match=rf"limit of .*\({plain_peak} bytes\)"):
@@ -280,8 +277,7 @@ def test_other_inputs_get_other_plans():
     chk = rotor.Checkpointable(conv_net(), mem_limit="1GiB")
     for batch in (4, 8, 4, 8):
         default_loss(chk(images(batch))).backward()
-        for parameter in chk.parameters():
-            parameter.grad = None
+        chk.zero_grad()
     assert len(chk.plans) == 2
     chk[2].eval()
     default_loss(chk(images(4))).backward()

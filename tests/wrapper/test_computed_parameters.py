@@ -9,47 +9,33 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import check_equal
+from zoo.models import Tanhs
 
 import rotor
 
 
-def trained(wrap: Callable[[nn.Module], Any], build: Callable[[], nn.Module]) -> list[Any]:
-    torch.manual_seed(0)
-    plain = build()
-    model, seen = wrap(plain), []
-    for _ in range(3):
-        computed = {name: p * 1.5 for name, p in model.named_parameters()}
-        output = torch.func.functional_call(model, computed, (torch.randn(64, 32),))
-        output.square().mean().backward()
-        seen.append(output.tolist())
-    return [seen, *[p.grad.tolist() for p in plain.parameters()]]
+def loss_of(model: Any, _: int) -> tuple[torch.Tensor, ...]:
+    computed = {name: p * 1.5 for name, p in model.named_parameters()}
+    output = torch.func.functional_call(model, computed, (torch.randn(64, 32),))
+    return output.square().mean(), output
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+def layers() -> nn.Module:
+    return Tanhs(32, 5)
 
 
 @pytest.mark.parametrize("engine", ["auto", "dynamic"])
 def test_parameters_that_are_results_are_read_without_a_warning(engine):
-    limited = trained(
-        lambda model: rotor.Checkpointable(model, mem_limit="1MiB", engine=engine), Layers
-    )
-    assert limited == trained(lambda model: model, Layers)
+    check_equal(layers, loss_of, accumulates=True, mem_limit="1MiB", engine=engine)
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(32, 32), nn.Tanh())])
 
 
 def test_a_chain_reads_results_without_a_warning():
-    def build() -> nn.Module:
-        return nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(32, 32), nn.Tanh())])
-
-    limited = trained(lambda model: rotor.Checkpointable(model, mem_limit="1MiB"), build)
-    assert limited == trained(lambda model: model, build)
+    check_equal(chain, loss_of, accumulates=True, mem_limit="1MiB")
 
 
 # -- gradients that pass through the computed values to what they were computed of
@@ -112,19 +98,15 @@ def gradients(model: Any, net: nn.Module, loop: Callable[..., torch.Tensor]) -> 
     return found
 
 
-def chain() -> nn.Module:
-    return nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(32, 32), nn.Tanh())])
-
-
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 @pytest.mark.parametrize("loop", EXACT + ADAPTED, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize(
     ("build", "engine", "limit"),
     [
         (chain, "chain", "1MiB"),
-        (Layers, "graph", "1MiB"),
-        (Layers, "dynamic", "1MiB"),
-        (Layers, "dynamic", "120KiB"),
+        (layers, "graph", "1MiB"),
+        (layers, "dynamic", "1MiB"),
+        (layers, "dynamic", "120KiB"),
     ],
 )
 def test_gradients_pass_through_computed_parameters(build, engine, limit, loop):
@@ -139,11 +121,11 @@ def test_gradients_pass_through_computed_parameters(build, engine, limit, loop):
             assert torch.allclose(one, expected, rtol=1e-4, atol=1e-6)
 
 
-class Recurrent(Layers):
+class Recurrent(Tanhs):
     """A model whose forward reads the result of the one before."""
 
     def __init__(self, keeps: str) -> None:
-        super().__init__()
+        super().__init__(32, 5)
         self.keeps = keeps
         self.reset()
 
@@ -183,12 +165,12 @@ def test_gradients_pass_through_results_that_a_model_keeps(keeps, limit):
 def test_results_that_a_forward_reads_from_a_closure_are_refused_in_words():
     kept: list[torch.Tensor] = []
 
-    class Closure(Layers):
+    class Closure(Tanhs):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             kept.append(super().forward(x + kept[-1] if kept else x))
             return kept[-1] * 1
 
-    model = rotor.Checkpointable(Closure(), mem_limit="1MiB", engine="dynamic")
+    model = rotor.Checkpointable(Closure(32, 5), mem_limit="1MiB", engine="dynamic")
     total = model(torch.randn(64, 32)).sum() + model(torch.randn(64, 32)).sum()
     with pytest.raises(RuntimeError, match="keep it in an attribute of the model"):
         total.backward()

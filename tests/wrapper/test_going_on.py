@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from training import same
+from zoo.models import Row
 
 import rotor
 from rotor.engines.chain.engine import ChainEngine
@@ -37,21 +39,14 @@ class Block(nn.Module):
         return x + self.drop(torch.tanh(self.norm(self.linear(x))))
 
 
-class Outer(nn.Sequential):
-    """A Sequential that is no chain."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
-class Branching(Outer):
+class Branching(Row):
     """A model without a single graph, of which parts are captured."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.detach().sum().item() > -1e9 else x
 
 
-MODELS = {"chain": nn.Sequential, "graph": Outer, "parts": Branching, "dynamic": Branching}
+MODELS = {"chain": nn.Sequential, "graph": Row, "parts": Branching, "dynamic": Branching}
 
 
 def made(kind: str) -> nn.Module:
@@ -75,10 +70,6 @@ def steps(model: Any, net: nn.Module, count: int = 2) -> list[torch.Tensor]:
         found.append(torch.get_rng_state())
         net.zero_grad()
     return found
-
-
-def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def broken(monkeypatch: Any, kind: str, method: str) -> None:
@@ -117,7 +108,7 @@ def test_a_defect_of_an_engine_sends_a_step_to_the_next(
     net = made(kind)
     model = rotor.Checkpointable(net, mem_limit="1 MB", planning="before")
     found, told = heard(lambda: steps(model, net))
-    assert equal(found, expected)
+    assert same(found, expected)
     assert [block.calls for block in net] == [block.calls for block in plain]
     assert model.plan.engine == FOLLOWING[kind] == list(model.plan.why)[-1]
     assert "ZeroDivisionError: an odd defect" in model.plan.why[kind]
@@ -137,7 +128,7 @@ def test_the_last_engine_is_plain_pytorch_which_says_in_numbers_what_it_needs(
     expected = steps(plain, plain, 3)
     model = rotor.Checkpointable(net, mem_limit=20_000)
     found, told = heard(lambda: steps(model, net, 3))
-    assert equal(found, expected)
+    assert same(found, expected)
     first, second = told
     for kind in ("graph", "parts", "dynamic"):
         assert f"the {kind} engine raised ZeroDivisionError: an odd defect" in first
@@ -206,7 +197,7 @@ def test_errors_of_the_callers_own_code_are_raised_as_they_are(
     assert limited is plain is error
     assert error.__cause__ is None
     assert not getattr(error, "__notes__", [])
-    assert equal(found, expected)
+    assert same(found, expected)
 
 
 def test_a_wrong_shape_is_told_in_the_words_of_pytorch() -> None:
@@ -244,7 +235,7 @@ def test_a_sample_is_measured_by_an_engine_that_can(monkeypatch: Any) -> None:
     expected = steps(plain, plain)
     with pytest.warns(rotor.MemoryLimitWarning, match="an odd defect"):
         model = rotor.Checkpointable(net, batch(), "1 MB")
-    assert equal(steps(model, net), expected)
+    assert same(steps(model, net), expected)
     assert model.plan.engine == "dynamic"
 
 
@@ -287,7 +278,7 @@ def test_a_call_within_what_only_plain_pytorch_runs_in_is_plain_and_warned(kind:
         return [y, *(p.grad for p in net.parameters() if p.grad is not None)]
 
     found, told = heard(lambda: run(model, net))
-    assert equal(found, run(plain, plain))
+    assert same(found, run(plain, plain))
     (text,) = told
     assert "nothing keeps the limit of 976.6 KiB (1000000 bytes)" in text
     for engine in ("chain", "graph", "dynamic"):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo  # Its import leaves a cycle with the frames that led to it.
 from torch import nn
+from zoo.models import Residual
 
 import rotor
 from rotor import memory
@@ -21,18 +22,9 @@ from rotor import memory
 STEPS = 6
 
 
-class Stage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 192), nn.Linear(192, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.b(torch.tanh(self.a(x)))
-
-
 def sequential() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), *[Stage() for _ in range(5)])
+    return nn.Sequential(nn.Linear(64, 64), *[Residual(64, 192) for _ in range(5)])
 
 
 def batch() -> torch.Tensor:

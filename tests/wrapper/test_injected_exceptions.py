@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from zoo.models import Asking, Row
 
 import rotor
 
@@ -122,37 +123,17 @@ class Block(nn.Module):
         return x + self.drop(self.shrink(torch.tanh(self.grow(self.norm(x)))))
 
 
-class Stack(nn.Module):
-    """Blocks that a graph holds whole, or not where the values are asked between two."""
-
-    def __init__(self, *, asks: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.asks = asks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if self.asks and x.sum().item() > 1e9:
-                x = x * 2
-        return x
-
-
-def sequential() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(4)))
-
-
-def broken() -> nn.Module:
-    return Stack(asks=True)
+def blocks(kind: Any) -> Callable[[], nn.Module]:
+    return lambda: kind(*(Block() for _ in range(4)))
 
 
 CASES = {
-    "chain": (sequential, "chain"),
-    "auto, a Sequential": (sequential, "auto"),
-    "graph": (Stack, "graph"),
-    "auto": (Stack, "auto"),
-    "parts": (broken, "auto"),
-    "dynamic": (Stack, "dynamic"),
+    "chain": (blocks(nn.Sequential), "chain"),
+    "auto, a Sequential": (blocks(nn.Sequential), "auto"),
+    "graph": (blocks(Row), "graph"),
+    "auto": (blocks(Row), "auto"),
+    "parts": (blocks(Asking), "auto"),
+    "dynamic": (blocks(Row), "dynamic"),
 }
 
 

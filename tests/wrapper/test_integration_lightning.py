@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision_standins import import_torchvision
+from zoo.models import Gated, chain
 
 import rotor
 from rotor import memory
@@ -32,24 +33,6 @@ pytestmark = [
 ]
 
 LIMIT = 600_000
-
-
-class Gated(nn.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + self.dropout(layer(x).tanh())
-        return x
-
-
-def chain(width: int = 64) -> nn.Sequential:
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(8)], nn.Dropout(0.1)
-    )
 
 
 class Module(lightning.LightningModule):

@@ -195,12 +195,7 @@ def test_losses_of_ones_own(tmp_path):
     assert limit.model.plan.measured_bytes <= 1_000_000
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"torch_compile": True}, 'backend="inductor"'),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [({"torch_compile": True}, 'backend="inductor"')])
 def test_arguments_that_do_not_go_with_a_limit(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         train(make_model(), tmp_path, RotorCallback(LIMIT), **arguments)

@@ -98,14 +98,7 @@ def in_queues() -> nn.Module:
     return nn.Sequential(first, Queued(), *others, Queued())
 
 
-KINDS = [
-    in_a_dictionary,
-    in_a_dictionary_of_copies,
-    in_a_list,
-    in_the_model,
-    in_stages,
-    in_queues,
-]
+KINDS = [in_a_dictionary, in_a_dictionary_of_copies, in_a_list, in_the_model, in_stages, in_queues]
 
 
 def step(model: nn.Module) -> list[torch.Tensor | None]:

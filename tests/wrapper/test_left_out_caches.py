@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpt2_models import small_gpt2
 from torchvision_standins import import_torchvision
+from training import same
 
 import rotor
 from rotor.integrations.planned import PlannedForward
@@ -53,17 +54,13 @@ def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def equal(first, second) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def check(model, expected, twin, **arguments):
     """Check that a step has the bits of a plain one without a cache; return its output."""
     found = step(model, tokens(), **arguments)
     assert type(found) is type(expected)
     assert torch.equal(expected.loss, found.loss)
     assert torch.equal(expected.logits, found.logits)
-    assert equal(gradients(twin), gradients(model))
+    assert same(gradients(twin), gradients(model))
     assert found.past_key_values is None
     return found
 
@@ -109,7 +106,7 @@ def test_an_argument_that_is_given_by_its_place_is_replaced():
     found.loss.backward()
     assert found.past_key_values is None
     assert torch.equal(expected.loss, found.loss)
-    assert equal(gradients(plain), gradients(model))
+    assert same(gradients(plain), gradients(model))
 
 
 def test_calls_that_do_not_train_keep_their_caches():
@@ -136,7 +133,7 @@ def test_a_cache_that_is_given_stays():
     expected, found = train(plain), train(model)
     assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     assert torch.equal(expected.loss, found.loss)
-    assert equal(gradients(plain), gradients(model))
+    assert same(gradients(plain), gradients(model))
 
 
 @pytest.mark.parametrize("has_loss", [None, lambda arguments: "labels" in arguments])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from zoo.models import Function
 
 import rotor
 from rotor.algorithms import NoCheckpoint, RecomputeAll
@@ -18,14 +19,8 @@ def stages(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(count)])
 
 
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = stages(6)
-        self.scale = 1.0
-
-    def forward(self, x):
-        return self.body(x) * self.scale
+def whole() -> nn.Module:
+    return Function(lambda self, x: self.body(x) * self.scale, body=stages(6), scale=1.0)
 
 
 def trained(model, steps: int = 2):
@@ -37,7 +32,7 @@ def trained(model, steps: int = 2):
 
 @pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
 def test_a_limit_that_is_set_holds_from_the_next_step(engine):
-    model = stages() if engine in ("auto", "chain") else Whole()
+    model = stages() if engine in ("auto", "chain") else whole()
     chk = rotor.Checkpointable(model, mem_limit="4 MiB", engine=engine, planning="before")
     trained(chk)
     assert chk.plan.limit_bytes == 4 << 20
@@ -120,7 +115,7 @@ def test_other_published_attributes_are_read_only(engine, name):
 
 
 def test_attributes_of_the_model_itself_can_be_set():
-    chk = trained(rotor.Checkpointable(Whole(), mem_limit="4 MiB"), 1)
+    chk = trained(rotor.Checkpointable(whole(), mem_limit="4 MiB"), 1)
     chk.scale = 2.0
     chk.names = ["a"]
     assert chk.module.scale == 2.0
@@ -140,7 +135,7 @@ def test_an_algorithm_holds_up_to_the_next_call():
 
 
 def test_options_of_a_graph_hold_up_to_the_next_call():
-    chk = rotor.Checkpointable(Whole(), X, "4 MiB", engine="graph", seed=3)
+    chk = rotor.Checkpointable(whole(), X, "4 MiB", engine="graph", seed=3)
     chk.compute_sequence(effort="fast", seed=5)
     assert chk.options == {"seed": 5, "effort": "fast"}
     chk.compute_sequence()
@@ -148,7 +143,7 @@ def test_options_of_a_graph_hold_up_to_the_next_call():
 
 
 def test_the_limit_of_a_budgeted_model_takes_the_place_of_its_budget():
-    chk = rotor.Rockmate(Whole(), X, "2 MiB")
+    chk = rotor.Rockmate(whole(), X, "2 MiB")
     chk.mem_limit = "4 MiB"
     assert chk.budget is None
     assert trained(chk, 1).plan.limit_bytes == 4 << 20
@@ -162,7 +157,7 @@ def test_the_limit_of_a_budgeted_model_takes_the_place_of_its_budget():
 
 @pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
 def test_dir_lists_the_names_of_both(engine):
-    model = stages() if engine == "auto" else Whole()
+    model = stages() if engine == "auto" else whole()
     chk = rotor.Checkpointable(model, mem_limit="4 MiB", engine=engine)
     names = {"measure", "compute_sequence", "report", "curve", "mem_limit", "load_plan", "plan"}
     names |= {"sequence"} if engine == "auto" else {"scale", "body"}

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-
-import rotor
+from training import check_equal, trained
 
 
 class Net(nn.Module):
@@ -44,19 +43,13 @@ AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-def _gradients(
-    around: Callable[[], AbstractContextManager[object]], model: nn.Module, **limits: Any
-) -> list[torch.Tensor | None]:
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    run = rotor.Checkpointable(model, verbosity=0, **limits) if limits else model
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
+def _loss_of(around: Callable[[], AbstractContextManager[object]]) -> Callable[..., torch.Tensor]:
+    def loss_of(model: Any, _: int) -> torch.Tensor:
         with around():
-            last, _ = run(torch.randn(64, 32))
-        last.square().mean().backward()
-    return [parameter.grad for parameter in model.parameters()]
+            last, _ = model(torch.randn(64, 32))
+        return last.square().mean()
+
+    return loss_of
 
 
 @pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
@@ -64,31 +57,25 @@ def _gradients(
 def test_gradients_are_plain_within_hooks(
     around: Callable[[], AbstractContextManager[object]], engine: str
 ) -> None:
-    plain = _gradients(around, Net())
-    limited = _gradients(around, Net(), mem_limit="20 MB", engine=engine)
-    assert all(map(torch.equal, plain, limited))
+    check_equal(Net, _loss_of(around), mem_limit="20 MB", engine=engine)
 
 
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 def test_parts_run_within_hooks() -> None:
-    around = AROUND["clone"]
-    plain = _gradients(around, Net(breaks=True))
-    limited = _gradients(around, Net(breaks=True), mem_limit="20 MB", engine="auto")
-    assert all(map(torch.equal, plain, limited))
+    loss_of = _loss_of(AROUND["clone"])
+    check_equal(lambda: Net(breaks=True), loss_of, mem_limit="20 MB", engine="auto")
 
 
 @pytest.mark.parametrize("engine", ["chain", "auto"])
 def test_a_sequential_runs_within_hooks(engine: str) -> None:
-    def gradients(**limits: Any) -> list[torch.Tensor | None]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())])
-        run = rotor.Checkpointable(model, verbosity=0, **limits) if limits else model
-        with AROUND["tuple"]():
-            loss = run(torch.randn(64, 32)).square().mean()
-        loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
+    def make() -> nn.Module:
+        return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())])
 
-    assert all(map(torch.equal, gradients(), gradients(mem_limit="1 MB", engine=engine)))
+    def loss_of(model: Any, _: int) -> torch.Tensor:
+        with AROUND["tuple"]():
+            return model(torch.randn(64, 32)).square().mean()
+
+    check_equal(make, loss_of, 1, mem_limit="1 MB", engine=engine)
 
 
 def test_hooks_see_weights_and_nothing_of_the_engines() -> None:
@@ -99,6 +86,6 @@ def test_hooks_see_weights_and_nothing_of_the_engines() -> None:
         return tensor.clone()
 
     around = lambda: saved_tensors_hooks(pack, lambda tensor: tensor)  # noqa: E731
-    _gradients(around, Net(), mem_limit="20 MB", engine="graph")
+    trained(Net, _loss_of(around), 2, mem_limit="20 MB", engine="graph")
     assert seen
     assert (0,) not in seen

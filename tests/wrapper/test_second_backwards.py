@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from zoo.cases import BATCH, WIDTH, Residual
 from zoo.judge import covers
-from zoo.programs import Looped
+from zoo.models import Row
 
 import rotor
 from rotor import memory
@@ -62,7 +62,7 @@ def results(kind: type[nn.Module], factor: str, engine: str | None) -> list[floa
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize(
-    ("kind", "engine"), [(nn.Sequential, "chain"), (nn.Sequential, "auto"), (Looped, "auto")]
+    ("kind", "engine"), [(nn.Sequential, "chain"), (nn.Sequential, "auto"), (Row, "auto")]
 )
 def test_it_uses_the_state_of_the_first_forward(
     kind: type[nn.Module], engine: str, factor: str

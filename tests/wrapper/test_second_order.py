@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Asking, Row
 
 import rotor
 
@@ -38,34 +39,17 @@ class Whole(nn.Module):
         return self.body(x)
 
 
-class InParts(nn.Module):
-    """Model with a branch on a value, which no graph holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        whole = layers()
-        self.first, self.second = whole[:8], whole[8:]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x)
-        if float(h.detach().sum()) > 1e9:
-            h = h + 1
-        return self.second(h)
+def in_parts() -> nn.Module:
+    whole = layers()
+    return Asking(whole[:8], whole[8:])
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Weights that depend on vectors which every forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        norm = nn.utils.spectral_norm
-        self.body = nn.Sequential(
-            *(m for _ in range(3) for m in (norm(nn.Linear(32, 32)), nn.Tanh())), nn.Linear(32, 1)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
+    torch.manual_seed(0)
+    norm = nn.utils.spectral_norm
+    parts = (m for _ in range(3) for m in (norm(nn.Linear(32, 32)), nn.Tanh()))
+    return Row(*parts, nn.Linear(32, 1))
 
 
 class Carrying(Whole):
@@ -182,7 +166,7 @@ FEWER = [by_subsets, batched, jacobian, product, norm_of_gradients]
 MODELS = {
     "chain": (layers, "chain"),
     "graph": (Whole, "graph"),
-    "parts": (InParts, "auto"),
+    "parts": (in_parts, "auto"),
     "dynamic": (Whole, "dynamic"),
 }
 
@@ -217,7 +201,7 @@ def compared(pair: Any, loop: Loop) -> list[tuple[torch.Tensor | None, torch.Ten
 
 @pytest.mark.parametrize("loop", EQUAL + ROUNDED, ids=lambda loop: loop.__name__)
 def test_gradients_are_those_of_the_plain_model(pair, loop):
-    parts = isinstance(pair[0], InParts)
+    parts = isinstance(pair[0], Asking)
     if parts and loop in FEWER:
         pytest.skip("planned in parts, each planning takes seconds")
     is_rounded = loop in ROUNDED or (parts and loop in (penalty, penalty_alone))
@@ -231,7 +215,7 @@ def test_gradients_are_those_of_the_plain_model(pair, loop):
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])
 @pytest.mark.parametrize("loop", [penalty, second_backward], ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("model", [Normed, Carrying, Clipped])
+@pytest.mark.parametrize("model", [normed, Carrying, Clipped])
 def test_state_that_a_forward_changes_is_read_as_it_found_it(model, loop, engine):
     plain = model()
     limited = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="400 KB", engine=engine)
@@ -242,7 +226,7 @@ def test_state_that_a_forward_changes_is_read_as_it_found_it(model, loop, engine
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])
 def test_steps_whose_gradient_is_penalised_are_freed(engine):
     """The model keeps tensors of each forward, whose graphs would keep the step before."""
-    plain = Normed()
+    plain = normed()
     model = rotor.Checkpointable(plain, mem_limit=LIMIT, engine=engine)
     steps = weakref.WeakSet()
     for _ in range(4):
@@ -372,15 +356,6 @@ class Pairs(nn.Module):
         return torch.tanh(self.inner(pair[0])), pair[1] + torch.tanh(pair[0])
 
 
-class PairsInALoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[Pairs() for _ in range(6)])
-
-    def forward(self, pair):
-        return self.blocks(pair)
-
-
 DEPENDENT = {
     "on the other": lambda x, _: (x, x + 1),
     "on both": lambda x, _: (x * 1, x),
@@ -396,9 +371,7 @@ DEPENDENT = {
 @pytest.mark.parametrize("arguments", DEPENDENT)
 def test_arguments_may_depend_on_others_and_on_parameters(arguments, loop, engine):
     torch.manual_seed(0)
-    plain = PairsInALoop()
-    if engine == "chain":
-        plain = plain.blocks
+    plain = (nn.Sequential if engine == "chain" else Row)(*[Pairs() for _ in range(6)])
     net = copy.deepcopy(plain)
     limited = rotor.Checkpointable(net, mem_limit="600 KB", engine=engine)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Alone
 
 import rotor
 from rotor import memory
@@ -23,19 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_gra
 def chain() -> nn.Module:
     blocks = [(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
     return nn.Sequential(*(module for block in blocks for module in block), nn.Linear(32, 1))
-
-
-class Alone(nn.Module):
-    """Model without a child, of which nothing can be captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(32, 32) * 0.1 for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = torch.tanh(x @ weight) + len(x.tolist()) * 0
-        return x
 
 
 def usual(model: Any, x: torch.Tensor) -> None:
@@ -115,8 +103,8 @@ def test_nothing_is_said_where_the_whole_step_is_within_the_limit(loop: Loop) ->
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_so_does_a_model_that_plain_pytorch_or_the_dynamic_engine_runs(loop: Loop) -> None:
-    peak = peak_of(Alone(), loop)
-    model = rotor.Checkpointable(Alone(), mem_limit=9 * peak // 10)
+    peak = peak_of(Alone(4, 0.1), loop)
+    model = rotor.Checkpointable(Alone(4, 0.1), mem_limit=9 * peak // 10)
     told = train(model, [loop] * 5)
     assert any(exact_bytes(model.mem_limit) in text for text in told)
     assert any("create_graph=True" in text for text in told)

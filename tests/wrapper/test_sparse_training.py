@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from versions import needs_swaps
 from zoo.judge import covers
+from zoo.models import Function, Row
 
 import rotor
 from rotor import dtr, memory
@@ -21,27 +22,15 @@ pytestmark = [
 ]
 
 
-class Embedded(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.embedding = layer
-        self.linear = nn.Linear(16, 32)
-
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.linear(self.embedding(index))
-        return found
+def _embedded(layer: nn.Module) -> nn.Module:
+    return Row(layer, nn.Linear(16, 32))
 
 
-class Propagated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8)
+def _propagated() -> nn.Module:
+    def forward(self: Any, adjacent: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.second(adjacent @ self.first(adjacent @ x).relu())
 
-    def forward(self, adjacent: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(adjacent @ x).relu()
-        found: torch.Tensor = self.second(adjacent @ x)
-        return found
+    return Function(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
 
 
 def _adjacent() -> torch.Tensor:
@@ -54,16 +43,13 @@ def _index(*shape: int) -> torch.Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
-    "embedding": (
-        lambda: Embedded(nn.Embedding(200, 16, sparse=True)),
-        lambda: (_index(64),),
-    ),
+    "embedding": (lambda: _embedded(nn.Embedding(200, 16, sparse=True)), lambda: (_index(64),)),
     "bag": (
-        lambda: Embedded(nn.EmbeddingBag(200, 16, mode="sum", sparse=True)),
+        lambda: _embedded(nn.EmbeddingBag(200, 16, mode="sum", sparse=True)),
         lambda: (_index(32, 4),),
     ),
-    "csr": (Propagated, lambda: (_adjacent().to_sparse_csr(), torch.ones(40, 8))),
-    "coo": (Propagated, lambda: (_adjacent().to_sparse(), torch.ones(40, 8))),
+    "csr": (_propagated, lambda: (_adjacent().to_sparse_csr(), torch.ones(40, 8))),
+    "coo": (_propagated, lambda: (_adjacent().to_sparse(), torch.ones(40, 8))),
 }
 
 

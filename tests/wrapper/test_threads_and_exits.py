@@ -14,7 +14,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from training import same
 from versions import needs_swaps, needs_threads
+from zoo.models import Asking, Skip
 
 import rotor
 from rotor import dtr, memory
@@ -23,27 +25,18 @@ ENGINES = ["chain", "graph", "dynamic"]
 LIMIT = "2.2 MB"
 
 
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(chain()[:3] for _ in range(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-            if x.sum().item() > 1e9:
-                x = x * 2
-        return x
-
-
 def chain():
     torch.manual_seed(0)
     layers = [(nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64)) for _ in range(4)]
     return nn.Sequential(*[layer for block in layers for layer in block])
 
 
+def parts():
+    return Asking(*(Skip(*chain()[:3]) for _ in range(4)))
+
+
 def made(engine):
-    model = Parts() if engine == "parts" else chain()
+    model = parts() if engine == "parts" else chain()
     name = "auto" if engine == "parts" else engine
     return rotor.Checkpointable(model, mem_limit=LIMIT, engine=name, verbosity=0)
 
@@ -68,10 +61,6 @@ def trained(model, forward=here, backward=here, steps=2):
     return found
 
 
-def equal(some, others):
-    return len(some) == len(others) and all(map(torch.equal, some, others))
-
-
 @contextmanager
 def remarks():
     """Give the texts of warnings, among which the one of a model in parts does not count."""
@@ -94,7 +83,7 @@ def test_a_step_may_go_on_in_another_thread(engine, where):
     }
     model = made(engine)
     with remarks() as texts:
-        assert equal(trained(model, *ways[where], steps=5), trained(chain(), steps=5))
+        assert same(trained(model, *ways[where], steps=5), trained(chain(), steps=5))
     pool.shutdown()
     assert len(texts) == 1
     assert "another thread than its forward: its memory cannot be measured" in texts[0]
@@ -107,15 +96,15 @@ def test_a_step_may_go_on_in_another_thread(engine, where):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_steps_in_another_thread_are_metered(engine):
     model = made(engine)
-    assert equal(elsewhere(lambda: trained(model)), trained(chain()))
+    assert same(elsewhere(lambda: trained(model)), trained(chain()))
     assert model.plan.measured_bytes
-    assert equal(trained(model), trained(chain()))
+    assert same(trained(model), trained(chain()))
 
 
 @needs_threads
 @pytest.mark.parametrize("engine", [*ENGINES, "parts"])
 def test_two_models_train_in_two_threads(engine):
-    plain = Parts() if engine == "parts" else chain()
+    plain = parts() if engine == "parts" else chain()
     expected, found = trained(plain, steps=4), {}
     models = [made(engine) for _ in range(2)]
 
@@ -128,7 +117,7 @@ def test_two_models_train_in_two_threads(engine):
             thread.start()
         for thread in threads:
             thread.join()
-    assert all(equal(found[number], expected) for number in range(2))
+    assert all(same(found[number], expected) for number in range(2))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -206,7 +195,7 @@ def test_budgets_of_two_threads_follow_each_other():
     models = [chain(), chain()]
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(train, model) for model in models]
-    assert all(equal(future.result(), expected) for future in futures)
+    assert all(same(future.result(), expected) for future in futures)
 
 
 MODEL = """

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import same
+from zoo.models import Row
 
 import rotor
 
@@ -76,15 +78,6 @@ class Sparse(Stage):
         return torch.sparse.mm(self.graph, super().forward(x))
 
 
-class Nested(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Any) -> Any:
-        return self.body(x)
-
-
 STAGES: dict[str, Any] = {
     "register_hook": Hooked,
     "retain_grad": Retained,
@@ -102,7 +95,7 @@ def outcome(kind: str, engine: str | None, nested: bool, limit: str = "1 MB") ->
     last = Sized() if kind == "torch.Size" else Stage()
     stages = [STAGES[kind](), last, last if kind == "torch.Size" else Stage()]
     net: nn.Module = nn.Sequential(*(stages[::-1] if kind == "reentrant checkpoint" else stages))
-    net = Nested(net) if nested else net
+    net = Row(net) if nested else net
     model: Any = net
     if engine is not None:
         model = rotor.Checkpointable(net, mem_limit=limit, engine=engine)
@@ -120,11 +113,6 @@ def outcome(kind: str, engine: str | None, nested: bool, limit: str = "1 MB") ->
     return found
 
 
-def equal(found: list[Any], expected: list[Any]) -> bool:
-    pairs = zip(found, expected, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b for a, b in pairs)
-
-
 @pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -133,14 +121,14 @@ def equal(found: list[Any], expected: list[Any]) -> bool:
 def test_auto_runs_what_plain_pytorch_runs(kind: str, nested: bool) -> None:
     if kind == "reentrant checkpoint" and nested:
         pytest.skip("the same as in a Sequential")
-    assert equal(outcome(kind, "auto", nested), outcome(kind, None, nested))
+    assert same(outcome(kind, "auto", nested), outcome(kind, None, nested))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("engine", ["chain", "dynamic"])
 @pytest.mark.parametrize("kind", ["torch.Size", "sparse buffer", "sparse rows"])
 def test_values_that_are_no_plain_tensors_go_through_an_engine(kind: str, engine: str) -> None:
-    assert equal(outcome(kind, engine, nested=False), outcome(kind, None, nested=False))
+    assert same(outcome(kind, engine, nested=False), outcome(kind, None, nested=False))
 
 
 class Observed(Stage):

@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zoo.models import Residual, Row
 
 import rotor
 
 WIDTH = 48
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Split(nn.Module):
@@ -34,13 +26,6 @@ class Split(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         x = x * 2
         return {"whole": x, "parts": [self.take(x)]}
-
-
-class Net(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> Any:
-        for layer in self:
-            x = layer(x)
-        return x
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -74,8 +59,8 @@ def gradients(net: nn.Module, model: Any, write: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("engine", ["graph", "dynamic", "chain"])
 def test_gradients_of_outputs_that_share_memory_are_those_of_the_plain_model(engine, view, write):
     torch.manual_seed(0)
-    kind = nn.Sequential if engine == "chain" else Net
-    net = kind(*(Block() for _ in range(3)), Split(VIEWS[view]))
+    kind = nn.Sequential if engine == "chain" else Row
+    net = kind(*(Residual(WIDTH, 4 * WIDTH) for _ in range(3)), Split(VIEWS[view]))
     plain = copy.deepcopy(net)
     model = rotor.Checkpointable(net, mem_limit="2 MB", engine=engine)
     expected = gradients(plain, plain, WRITES[write])
@@ -84,7 +69,7 @@ def test_gradients_of_outputs_that_share_memory_are_those_of_the_plain_model(eng
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic", "chain"])
 def test_parts_of_an_output_are_views_of_it(engine):
-    kind = nn.Sequential if engine == "chain" else Net
-    net = kind(Block(), Split(VIEWS["columns"]))
+    kind = nn.Sequential if engine == "chain" else Row
+    net = kind(Residual(WIDTH, 4 * WIDTH), Split(VIEWS["columns"]))
     output = rotor.Checkpointable(net, mem_limit="2 MB", engine=engine)(torch.randn(64, WIDTH))
     assert output["parts"][0]._base is output["whole"]
