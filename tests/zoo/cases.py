@@ -112,10 +112,15 @@ class Case:
 ZOO: dict[str, Callable[[], Case]] = {}
 
 
+def cases(**made: Callable[[], Case]) -> None:
+    """Register cases by their names."""
+    assert not ZOO.keys() & made.keys()
+    ZOO.update(made)
+
+
 def case(function: Callable[[], Case]) -> Callable[[], Case]:
     """Register a case by the name of the function that returns it."""
-    assert function.__name__ not in ZOO
-    ZOO[function.__name__] = function
+    cases(**{function.__name__: function})
     return function
 
 
@@ -147,16 +152,3 @@ class Loop(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-class Function(nn.Module):
-    """A module whose forward is a function of (module, inputs), with the children given."""
-
-    def __init__(self, forward: Callable[..., Any], **children: Any) -> None:
-        super().__init__()
-        for name, child in children.items():
-            setattr(self, name, child)
-        self._function = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self, *args, **kwargs)

@@ -13,38 +13,16 @@ from zoo.cases import (
     HIDDEN,
     WIDTH,
     Case,
-    Function,
     Loop,
     Residual,
     blocks,
     case,
+    cases,
     images,
     rows,
     tokens,
 )
-
-
-@case
-def mlp_chain() -> Case:
-    return Case(
-        lambda: nn.Sequential(
-            *[
-                m
-                for _ in range(4)
-                for m in (
-                    nn.Linear(WIDTH, HIDDEN),
-                    nn.ReLU(inplace=True),
-                    nn.Linear(HIDDEN, WIDTH),
-                    nn.Tanh(),
-                )
-            ]
-        )
-    )
-
-
-@case
-def residual_loop() -> Case:
-    return Case(Loop)
+from zoo.models import Function
 
 
 def _conv(norm: Any = nn.BatchNorm2d) -> nn.Sequential:
@@ -55,41 +33,11 @@ def _conv(norm: Any = nn.BatchNorm2d) -> nn.Sequential:
 
 
 @case
-def conv_batchnorm() -> Case:
-    return Case(_conv, images)
-
-
-@case
-def batchnorm_cumulative() -> Case:
-    return Case(lambda: _conv(lambda n: nn.BatchNorm2d(n, momentum=None)), images)
-
-
-@case
-def group_norm() -> Case:
-    return Case(lambda: _conv(lambda n: nn.GroupNorm(4, n)), images)
-
-
-@case
-def instance_norm_tracked() -> Case:
-    return Case(lambda: _conv(lambda n: nn.InstanceNorm2d(n, track_running_stats=True)), images)
-
-
-@case
 def channels_last() -> Case:
     def make() -> nn.Module:
         return _conv().to(memory_format=torch.channels_last)
 
     return Case(make, lambda k: (images(k)[0].to(memory_format=torch.channels_last),))
-
-
-@case
-def float64() -> Case:
-    return Case(lambda: blocks().double(), lambda k: (rows(k)[0].double(),))
-
-
-@case
-def bfloat16() -> Case:
-    return Case(lambda: blocks().bfloat16(), lambda k: (rows(k)[0].bfloat16(),))
 
 
 @case
@@ -137,16 +85,6 @@ def _frozen(net: nn.Sequential, numbers: range) -> nn.Sequential:
 
 
 @case
-def frozen_prefix() -> Case:
-    return Case(lambda: _frozen(blocks(), range(2)))
-
-
-@case
-def frozen_middle() -> Case:
-    return Case(lambda: _frozen(blocks(), range(1, 4)))
-
-
-@case
 def low_rank_adapters() -> Case:
     class Adapted(nn.Module):
         def __init__(self) -> None:
@@ -170,26 +108,6 @@ def _changed(change: Any) -> Any:
         return blocks(block, 4)
 
     return make
-
-
-@case
-def weight_norm() -> Case:
-    return Case(_changed(parametrizations.weight_norm))
-
-
-@case
-def spectral_norm() -> Case:
-    return Case(_changed(parametrizations.spectral_norm))
-
-
-@case
-def orthogonal() -> Case:
-    return Case(_changed(parametrizations.orthogonal))
-
-
-@case
-def spectral_norm_by_hooks() -> Case:
-    return Case(_changed(nn.utils.spectral_norm))
 
 
 @case
@@ -472,3 +390,38 @@ def unused_parameters() -> Case:
             self.spare = nn.Linear(WIDTH, WIDTH)
 
     return Case(lambda: blocks(Unused))
+
+
+cases(
+    mlp_chain=lambda: Case(
+        lambda: nn.Sequential(
+            *[
+                m
+                for _ in range(4)
+                for m in (
+                    nn.Linear(WIDTH, HIDDEN),
+                    nn.ReLU(inplace=True),
+                    nn.Linear(HIDDEN, WIDTH),
+                    nn.Tanh(),
+                )
+            ]
+        )
+    ),
+    residual_loop=lambda: Case(Loop),
+    conv_batchnorm=lambda: Case(_conv, images),
+    batchnorm_cumulative=lambda: Case(
+        lambda: _conv(lambda n: nn.BatchNorm2d(n, momentum=None)), images
+    ),
+    group_norm=lambda: Case(lambda: _conv(lambda n: nn.GroupNorm(4, n)), images),
+    instance_norm_tracked=lambda: Case(
+        lambda: _conv(lambda n: nn.InstanceNorm2d(n, track_running_stats=True)), images
+    ),
+    float64=lambda: Case(lambda: blocks().double(), lambda k: (rows(k)[0].double(),)),
+    bfloat16=lambda: Case(lambda: blocks().bfloat16(), lambda k: (rows(k)[0].bfloat16(),)),
+    frozen_prefix=lambda: Case(lambda: _frozen(blocks(), range(2))),
+    frozen_middle=lambda: Case(lambda: _frozen(blocks(), range(1, 4))),
+    weight_norm=lambda: Case(_changed(parametrizations.weight_norm)),
+    spectral_norm=lambda: Case(_changed(parametrizations.spectral_norm)),
+    orthogonal=lambda: Case(_changed(parametrizations.orthogonal)),
+    spectral_norm_by_hooks=lambda: Case(_changed(nn.utils.spectral_norm)),
+)

@@ -12,25 +12,16 @@ from zoo.cases import (
     BATCH,
     WIDTH,
     Case,
-    Function,
     Loop,
     blocks,
     case,
+    cases,
     images,
     rows,
     scalar,
     usual_step,
 )
-
-
-@case
-def changing_batch() -> Case:
-    return Case(Loop, lambda k: rows(batch=BATCH - 32 * (k % 2)))
-
-
-@case
-def changing_batch_chain() -> Case:
-    return Case(blocks, lambda k: rows(batch=BATCH - 32 * (k % 2)))
+from zoo.models import Function
 
 
 @case
@@ -100,16 +91,6 @@ def _input_gradient(case: Case, model: Any, net: nn.Module, optimizer: Any, k: i
     loss.backward()
     optimizer.step()
     return loss.detach() + x.grad.double().square().sum()
-
-
-@case
-def input_gradient() -> Case:
-    return Case(Loop, step=_input_gradient)
-
-
-@case
-def input_gradient_chain() -> Case:
-    return Case(blocks, step=_input_gradient)
 
 
 @case
@@ -199,16 +180,6 @@ def _accumulated(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int)
     return total
 
 
-@case
-def accumulation() -> Case:
-    return Case(Loop, step=_accumulated, keeps_gradients=True)
-
-
-@case
-def accumulation_chain() -> Case:
-    return Case(blocks, step=_accumulated, keeps_gradients=True)
-
-
 def _siamese(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> torch.Tensor:
     optimizer.zero_grad()
     a, b = model(*rows(k, batch=32)), model(*rows(k, batch=32))
@@ -216,16 +187,6 @@ def _siamese(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> 
     loss.backward()
     optimizer.step()
     return loss.detach()
-
-
-@case
-def siamese() -> Case:
-    return Case(Loop, step=_siamese, pending=2)
-
-
-@case
-def siamese_chain() -> Case:
-    return Case(blocks, step=_siamese, pending=2)
 
 
 @case
@@ -391,3 +352,15 @@ def module_replaced() -> Case:
         return usual_step(case, model, net, optimizer, k)
 
     return Case(blocks, step=step)
+
+
+cases(
+    changing_batch=lambda: Case(Loop, lambda k: rows(batch=BATCH - 32 * (k % 2))),
+    changing_batch_chain=lambda: Case(blocks, lambda k: rows(batch=BATCH - 32 * (k % 2))),
+    input_gradient=lambda: Case(Loop, step=_input_gradient),
+    input_gradient_chain=lambda: Case(blocks, step=_input_gradient),
+    accumulation=lambda: Case(Loop, step=_accumulated, keeps_gradients=True),
+    accumulation_chain=lambda: Case(blocks, step=_accumulated, keeps_gradients=True),
+    siamese=lambda: Case(Loop, step=_siamese, pending=2),
+    siamese_chain=lambda: Case(blocks, step=_siamese, pending=2),
+)

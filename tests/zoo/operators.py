@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from zoo.cases import BATCH, HIDDEN, WIDTH, Case, Function, Loop, Residual, blocks, case, rows
+from zoo.cases import BATCH, HIDDEN, WIDTH, Case, Loop, Residual, blocks, case, cases, rows
+from zoo.models import Function
 
 
 class _Cube(torch.autograd.Function):
@@ -25,11 +26,6 @@ class _Cube(torch.autograd.Function):
         return 3 * x**2 * gradient * ctx.scale, None
 
 
-@case
-def custom_function() -> Case:
-    return Case(lambda: blocks(lambda: Residual(lambda h: _Cube.apply(h, 0.01))))
-
-
 class _Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,11 +35,6 @@ class _Reversed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return -gradient
-
-
-@case
-def reversed_gradient() -> Case:
-    return Case(lambda: nn.Sequential(*blocks(depth=3), Function(_reverse), *blocks(depth=2)))
 
 
 def _reverse(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -60,11 +51,6 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * 0.5
-
-
-@case
-def custom_function_in_place() -> Case:
-    return Case(lambda: blocks(lambda: Residual(lambda h: _InPlace.apply(h + 1))))
 
 
 @torch.library.custom_op("rotor_zoo::scaled", mutates_args=())
@@ -86,26 +72,6 @@ def _noisy(x: torch.Tensor) -> torch.Tensor:
 
 _noisy.register_fake(torch.empty_like)
 _noisy.register_autograd(lambda ctx, gradient: gradient)
-
-
-@case
-def custom_operator() -> Case:
-    return Case(lambda: Loop(lambda: Residual(lambda h: _scaled(h, 0.5).tanh())))
-
-
-@case
-def custom_operator_chain() -> Case:
-    return Case(lambda: blocks(lambda: Residual(lambda h: _scaled(h, 0.5).tanh())))
-
-
-@case
-def random_operator() -> Case:
-    return Case(lambda: Loop(lambda: Residual(lambda h: _noisy(h).tanh())))
-
-
-@case
-def random_operator_chain() -> Case:
-    return Case(lambda: blocks(lambda: Residual(lambda h: _noisy(h).tanh())))
 
 
 @case
@@ -175,16 +141,6 @@ def dictionary_output() -> Case:
 
 
 @case
-def named_tuple_output() -> Case:
-    return _output(lambda self, x: _Pair(self.body(x), None))
-
-
-@case
-def none_in_output() -> Case:
-    return _output(lambda self, x: (None, self.body(x), None))
-
-
-@case
 def aliasing_outputs() -> Case:
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = self.body(x)
@@ -203,22 +159,12 @@ def same_output_twice() -> Case:
 
 
 @case
-def input_as_output() -> Case:
-    return _output(lambda self, x: (self.body(x), x))
-
-
-@case
 def integer_output() -> Case:
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.body(x)
         return y, y.argmax(1)
 
     return _output(forward)
-
-
-@case
-def loss_as_output() -> Case:
-    return _output(lambda self, x: self.body(x).square().mean())
 
 
 @case
@@ -290,11 +236,6 @@ def selected_rows() -> Case:
 
 
 @case
-def masked_loss() -> Case:
-    return replace(_output(lambda self, x: self.body(x)[x[:, 0] > 0]), varies=True)
-
-
-@case
 def unique_values() -> Case:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         values, inverse = torch.unique((x[:, 0] * 3).round(), return_inverse=True)
@@ -330,16 +271,6 @@ class _Routed(nn.Module):
 
 
 @case
-def experts_loop() -> Case:
-    return Case(lambda: Loop(_Routed, 3), varies=True)
-
-
-@case
-def experts_chain() -> Case:
-    return Case(lambda: blocks(_Routed, 3), varies=True)
-
-
-@case
 def experts_dense() -> Case:
     class Dense(_Routed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -367,3 +298,29 @@ def ragged_loss() -> Case:
         return functional.cross_entropy(output, torch.arange(output.shape[0]) % WIDTH)
 
     return Case(Loop, loss=loss)
+
+
+cases(
+    custom_function=lambda: Case(lambda: blocks(lambda: Residual(lambda h: _Cube.apply(h, 0.01)))),
+    reversed_gradient=lambda: Case(
+        lambda: nn.Sequential(*blocks(depth=3), Function(_reverse), *blocks(depth=2))
+    ),
+    custom_function_in_place=lambda: Case(
+        lambda: blocks(lambda: Residual(lambda h: _InPlace.apply(h + 1)))
+    ),
+    custom_operator=lambda: Case(lambda: Loop(lambda: Residual(lambda h: _scaled(h, 0.5).tanh()))),
+    custom_operator_chain=lambda: Case(
+        lambda: blocks(lambda: Residual(lambda h: _scaled(h, 0.5).tanh()))
+    ),
+    random_operator=lambda: Case(lambda: Loop(lambda: Residual(lambda h: _noisy(h).tanh()))),
+    random_operator_chain=lambda: Case(
+        lambda: blocks(lambda: Residual(lambda h: _noisy(h).tanh()))
+    ),
+    named_tuple_output=lambda: _output(lambda self, x: _Pair(self.body(x), None)),
+    none_in_output=lambda: _output(lambda self, x: (None, self.body(x), None)),
+    input_as_output=lambda: _output(lambda self, x: (self.body(x), x)),
+    loss_as_output=lambda: _output(lambda self, x: self.body(x).square().mean()),
+    masked_loss=lambda: replace(_output(lambda self, x: self.body(x)[x[:, 0] > 0]), varies=True),
+    experts_loop=lambda: Case(lambda: Loop(_Routed, 3), varies=True),
+    experts_chain=lambda: Case(lambda: blocks(_Routed, 3), varies=True),
+)

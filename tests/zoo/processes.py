@@ -20,6 +20,7 @@ from zoo.cases import (
     Step,
     blocks,
     case,
+    cases,
     rows,
     scalar,
     usual_step,
@@ -116,16 +117,6 @@ def _backward_in_a_child(
 
 
 @case
-def forked_before_backward() -> Case:
-    return Case(Loop, step=_backward_in_a_child)
-
-
-@case
-def forked_before_backward_chain() -> Case:
-    return Case(blocks, step=_backward_in_a_child)
-
-
-@case
 def forked_in_forward() -> Case:
     """A stage whose forward waits for a process that it forks."""
 
@@ -172,3 +163,9 @@ def forked_loader() -> Case:
 
     # The batches arrive within the step: they are allocated beside the model.
     return Case(blocks, step=step, steps=3, pending=0)
+
+
+cases(
+    forked_before_backward=lambda: Case(Loop, step=_backward_in_a_child),
+    forked_before_backward_chain=lambda: Case(blocks, step=_backward_in_a_child),
+)

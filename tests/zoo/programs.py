@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from zoo.cases import WIDTH, Case, Residual, rows, usual_step
+from zoo.models import Row
 
 Inner = Callable[["Block", torch.Tensor], torch.Tensor]
 HABITS: dict[str, Inner] = {}
@@ -97,14 +98,10 @@ for _name in ("plain", "batch_norm", *HOOKS):
     HABITS[_name] = lambda block, x: x
 
 
-@habit
-def in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return (x * 2).relu_()
-
-
-@habit
-def dropped(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return functional.dropout(x, 0.2, block.training)
+HABITS.update(
+    in_place=lambda block, x: (x * 2).relu_(),
+    dropped=lambda block, x: functional.dropout(x, 0.2, block.training),
+)
 
 
 @habit
@@ -136,34 +133,14 @@ def asks_autograd(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x * (2.0 if x.requires_grad and not x.is_leaf and x.grad_fn is not None else 3.0)
 
 
-@habit
-def asks_compiler(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if torch.compiler.is_compiling() else 2.0)
-
-
-@habit
-def draws_python(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * random.uniform(0.5, 1.5)
-
-
-@habit
-def draws_numpy(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * float(np.random.uniform(0.5, 1.5))  # noqa: NPY002
-
-
-@habit
-def draws_own(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * block.drawn.uniform(0.5, 1.5)
-
-
-@habit
-def draws_generator(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x + 0.1 * torch.randn(x.shape, generator=block.noise)
-
-
-@habit
-def draws_noise(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x + 0.1 * torch.randn_like(x)
+HABITS.update(
+    asks_compiler=lambda block, x: x * (3.0 if torch.compiler.is_compiling() else 2.0),
+    draws_python=lambda block, x: x * random.uniform(0.5, 1.5),
+    draws_numpy=lambda block, x: x * float(np.random.uniform(0.5, 1.5)),  # noqa: NPY002
+    draws_own=lambda block, x: x * block.drawn.uniform(0.5, 1.5),
+    draws_generator=lambda block, x: x + 0.1 * torch.randn(x.shape, generator=block.noise),
+    draws_noise=lambda block, x: x + 0.1 * torch.randn_like(x),
+)
 
 
 @habit
@@ -194,19 +171,11 @@ def masked(block: Block, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@habit
-def reads_value(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * (1 + abs(float(x.detach().mean())))
-
-
-@habit
-def branches_on_value(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * 2 if x.detach().sum() > 0 else x * 3
-
-
-@habit
-def branches_on_positions(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x if (torch.arange(4).diff() == 1).all() else -x
+HABITS.update(
+    reads_value=lambda block, x: x * (1 + abs(float(x.detach().mean()))),
+    branches_on_value=lambda block, x: x * 2 if x.detach().sum() > 0 else x * 3,
+    branches_on_positions=lambda block, x: x if (torch.arange(4).diff() == 1).all() else -x,
+)
 
 
 @habit
@@ -225,14 +194,10 @@ def tensor_hook(block: Block, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@habit
-def checkpointed(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(lambda t: torch.tanh(t) * t, x, use_reentrant=False)
-
-
-@habit
-def custom(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return Cubed.apply(x)
+HABITS.update(
+    checkpointed=lambda block, x: checkpoint(lambda t: torch.tanh(t) * t, x, use_reentrant=False),
+    custom=lambda block, x: Cubed.apply(x),
+)
 
 
 @habit
@@ -242,34 +207,14 @@ def without_gradient(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x / (1 + scale)
 
 
-@habit
-def detached(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x + (x.tanh() - x).detach()
-
-
-@habit
-def spectral(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return block.extra(x)
-
-
-@habit
-def weight_norm(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return block.extra(x)
-
-
-@habit
-def tied(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return functional.linear(block.up(x), block.up.weight.t())
-
-
-@habit
-def embedded(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x + block.extra(x.argmax(1))
-
-
-@habit
-def recurrent(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return block.extra(x.unsqueeze(1))[0].squeeze(1)
+HABITS.update(
+    detached=lambda block, x: x + (x.tanh() - x).detach(),
+    spectral=lambda block, x: block.extra(x),
+    weight_norm=lambda block, x: block.extra(x),
+    tied=lambda block, x: functional.linear(block.up(x), block.up.weight.t()),
+    embedded=lambda block, x: x + block.extra(x.argmax(1)),
+    recurrent=lambda block, x: block.extra(x.unsqueeze(1))[0].squeeze(1),
+)
 
 
 @habit
@@ -304,24 +249,12 @@ def in_containers(block: Block, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(found["all"]).sum(0)
 
 
-@habit
-def viewed(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1, 8, WIDTH // 8).transpose(1, 2).contiguous().flatten(1)
-
-
-@habit
-def sorted_values(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x.sort(1).values + x.cumsum(1) / WIDTH
-
-
-@habit
-def global_factor(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return x * FACTOR[0]
-
-
-@habit
-def transformed(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return torch.fft.irfft(torch.fft.rfft(x), n=WIDTH)
+HABITS.update(
+    viewed=lambda block, x: x.view(-1, 8, WIDTH // 8).transpose(1, 2).contiguous().flatten(1),
+    sorted_values=lambda block, x: x.sort(1).values + x.cumsum(1) / WIDTH,
+    global_factor=lambda block, x: x * FACTOR[0],
+    transformed=lambda block, x: torch.fft.irfft(torch.fft.rfft(x), n=WIDTH),
+)
 
 
 @habit
@@ -337,19 +270,6 @@ def layer_drop(block: Block, x: torch.Tensor) -> torch.Tensor:
     for _ in range(1 + block.calls % 2):
         x = torch.tanh(x)
     return x
-
-
-class Looped(nn.Module):
-    """Blocks in a loop."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def _toggles(case: Case, model: Any, net: nn.Module, optimizer: Any, k: int) -> torch.Tensor:
@@ -457,7 +377,7 @@ class Program:
         def make() -> nn.Module:
             FACTOR[0] = 1.0
             blocks: list[nn.Module] = [Block(name) for name in self.habits]
-            return nn.Sequential(*blocks) if self.is_sequential else Looped(*blocks)
+            return nn.Sequential(*blocks) if self.is_sequential else Row(*blocks)
 
         keeps = self.loop == "adds"
         inputs = _sizes if self.loop == "sizes" else rows

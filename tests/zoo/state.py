@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from zoo.cases import WIDTH, Case, Function, Loop, Residual, blocks, case, rows, scalar
-from zoo.models import AddSaved, Save
+from zoo.cases import WIDTH, Case, Loop, Residual, blocks, case, cases, rows, scalar
+from zoo.models import AddSaved, Function, Save
 
 
 def _noisy(noise: Any) -> Any:
@@ -19,26 +19,6 @@ def _noisy(noise: Any) -> Any:
             return super().forward(x) * noise(self, x)
 
     return Noisy
-
-
-@case
-def dropout() -> Case:
-    return Case(lambda: blocks(_noisy(lambda _, x: functional.dropout(torch.ones_like(x), 0.2))))
-
-
-@case
-def dropout_loop() -> Case:
-    return Case(lambda: Loop(_noisy(lambda _, x: functional.dropout(torch.ones_like(x), 0.2))))
-
-
-@case
-def random_leaky_relu() -> Case:
-    return Case(lambda: blocks(lambda: Residual(nn.RReLU())))
-
-
-@case
-def alpha_dropout() -> Case:
-    return Case(lambda: blocks(lambda: Residual(nn.AlphaDropout(0.1))))
 
 
 @case
@@ -59,16 +39,6 @@ def sampled_choice() -> Case:
         lambda: blocks(_noisy(chosen)),
         optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=1e-6),
     )
-
-
-@case
-def python_random_chain() -> Case:
-    return Case(lambda: blocks(_noisy(lambda *_: random.uniform(0.5, 1.5))))
-
-
-@case
-def python_random_loop() -> Case:
-    return Case(lambda: Loop(_noisy(lambda *_: random.uniform(0.5, 1.5))))
 
 
 @case
@@ -127,16 +97,6 @@ class _Annealed(Residual):
 
 def _taus(net: nn.Module) -> list[float]:
     return [m.tau for m in net.modules() if isinstance(m, _Annealed)]
-
-
-@case
-def annealed_attribute_chain() -> Case:
-    return Case(lambda: blocks(_Annealed), state=_taus)
-
-
-@case
-def annealed_attribute_loop() -> Case:
-    return Case(lambda: Loop(_Annealed), state=_taus)
 
 
 @case
@@ -223,16 +183,6 @@ class _Auxiliary(Residual):
 
 def _with_aux(net: nn.Module, output: Any) -> torch.Tensor:
     return scalar(output) + sum(m.aux for m in net.modules() if isinstance(m, _Auxiliary))
-
-
-@case
-def auxiliary_loss_chain() -> Case:
-    return Case(lambda: blocks(_Auxiliary), loss=_with_aux)
-
-
-@case
-def auxiliary_loss_loop() -> Case:
-    return Case(lambda: Loop(_Auxiliary), loss=_with_aux)
 
 
 def _hooked(net: nn.Module) -> nn.Module:
@@ -352,3 +302,21 @@ def gradient_clipped_loop() -> Case:
         return loss.detach()
 
     return Case(Loop, step=step)
+
+
+cases(
+    dropout=lambda: Case(
+        lambda: blocks(_noisy(lambda _, x: functional.dropout(torch.ones_like(x), 0.2)))
+    ),
+    dropout_loop=lambda: Case(
+        lambda: Loop(_noisy(lambda _, x: functional.dropout(torch.ones_like(x), 0.2)))
+    ),
+    random_leaky_relu=lambda: Case(lambda: blocks(lambda: Residual(nn.RReLU()))),
+    alpha_dropout=lambda: Case(lambda: blocks(lambda: Residual(nn.AlphaDropout(0.1)))),
+    python_random_chain=lambda: Case(lambda: blocks(_noisy(lambda *_: random.uniform(0.5, 1.5)))),
+    python_random_loop=lambda: Case(lambda: Loop(_noisy(lambda *_: random.uniform(0.5, 1.5)))),
+    annealed_attribute_chain=lambda: Case(lambda: blocks(_Annealed), state=_taus),
+    annealed_attribute_loop=lambda: Case(lambda: Loop(_Annealed), state=_taus),
+    auxiliary_loss_chain=lambda: Case(lambda: blocks(_Auxiliary), loss=_with_aux),
+    auxiliary_loss_loop=lambda: Case(lambda: Loop(_Auxiliary), loss=_with_aux),
+)
