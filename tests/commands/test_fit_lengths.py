@@ -10,7 +10,8 @@ import torch
 from capture.test_shapes import Gpt, gpt_batch, gpt_loss, plain_peak
 
 from rotor.commands.main import main
-from rotor.fit.lengths import LengthCost, LengthsCost, cost_of_lengths, lengths_of
+from rotor.fit.distributions import lengths_of
+from rotor.fit.lengths import LengthCost, LengthsCost, cost_of_lengths
 
 MODEL = """
 import sys
