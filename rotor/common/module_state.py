@@ -7,6 +7,8 @@ A `Watch` notes all of it, finds what has changed since, and puts it back.
 
 from __future__ import annotations
 
+import argparse
+import array
 import csv
 import functools
 import gc
@@ -14,9 +16,11 @@ import io
 import queue
 import random
 import sys
+import threading
 import types
 import warnings
-from collections import defaultdict, deque
+import weakref
+from collections import UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -37,6 +41,7 @@ from rotor.common.places import (
     global_names,
     numpy_module,
     state_of,
+    used_names,
 )
 from rotor.common.streams import is_file
 
@@ -44,7 +49,10 @@ _Identities = Collection[tuple[int, Any]] | None
 
 _MOST_CELLS = 100_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_WATCHED: tuple[type, ...] = (types.SimpleNamespace, queue.Queue, csv.DictWriter)
+_WATCHED: tuple[type, ...] = (
+    *(types.SimpleNamespace, argparse.Namespace, UserDict, UserList, weakref.WeakSet),
+    *(queue.Queue, threading.Event, csv.DictWriter),
+)
 """Kinds of objects of libraries whose attributes are watched."""
 
 _CODE: Any = (
@@ -295,7 +303,7 @@ class Watch:
             self._code(name, value)
         elif isinstance(value, dict):
             self._values(name, value, Entry, lambda: list(value))
-        elif isinstance(value, list | set | deque | bytearray):
+        elif isinstance(value, list | set | deque | bytearray | array.array):
             self._contents(name, value)
         elif isinstance(value, tuple | frozenset):
             for k, item in enumerate(value):
@@ -379,6 +387,15 @@ class Watch:
                 self._waiting.append((name, default, None))
             names = [n for n in global_names(value.__code__) if n in value.__globals__]
             self._values(value.__module__, value.__globals__, Entry, lambda: names, unique=value)
+            self._values(name, value.__dict__, Entry, lambda: list(value.__dict__))
+            for helper in [value.__globals__[n] for n in names]:
+                if isinstance(helper, types.ModuleType) and not is_library(helper.__name__):
+                    self._helper(helper, used_names(value.__code__), value)
+
+    def _helper(self, helper: types.ModuleType, names: Iterable[str], user: Any) -> None:
+        """Note what a function uses of a module of the user's."""
+        used = [name for name in names if name in vars(helper)]
+        self._values(helper.__name__, vars(helper), Entry, lambda: used, unique=user)
 
     def _object(self, name: str, value: Any) -> None:
         if is_library(type(value).__module__) and not isinstance(value, _WATCHED):
@@ -417,7 +434,7 @@ class Watch:
     def _contents(self, name: str, value: Any) -> None:
         place = Contents(name, value)
         self._cells[id(value), None] = _Whole(place, is_same)
-        if not isinstance(value, bytearray):
+        if not isinstance(value, bytearray | array.array):
             for k, item in enumerate(list(value)):
                 self._waiting.append((f"{name}[{k}]", item, place))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import dis
 import functools
@@ -180,7 +181,7 @@ class ClosureCell(Place):
 
 
 class Contents(Place):
-    """Contents of a list, set, deque or bytearray."""
+    """Contents of a list, set, deque, bytearray or array."""
 
     __slots__ = ()
 
@@ -194,7 +195,10 @@ class Contents(Place):
 
     def put(self, value: Any) -> None:
         """Replace the elements."""
-        self.owner.clear()
+        if isinstance(self.owner, array.array):
+            del self.owner[:]
+        else:
+            self.owner.clear()
         if isinstance(self.owner, set):
             self.owner.update(value)
         else:
@@ -337,6 +341,12 @@ def _of_value(value: Any, seen: set[int]) -> Iterator[Place]:
 
 
 @functools.lru_cache(maxsize=4096)
+def used_names(code: types.CodeType) -> frozenset[str]:
+    """Return the outer names and names of attributes that a function and those within it use."""
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset(code.co_names).union(*(used_names(part) for part in inner))
+
+
 def global_names(code: types.CodeType) -> frozenset[str]:
     """Return the outer names that a function, and the functions within it, use."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]

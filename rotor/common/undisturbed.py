@@ -1,18 +1,21 @@
 """Trials: runs of a model that are not the user's, and leave everything as it was.
 
 A `Trial` takes copies of the call's arguments, and puts back what the model's code can reach:
-parameters, buffers, attributes, containers, objects, hooks, globals, gradients, random generators
-and PyTorch's own caches. The bytes of tensors are kept where they are written to, and not before.
+parameters, buffers, attributes, containers, objects, hooks, globals, gradients, random generators,
+variables of the environment and of contexts, and PyTorch's own caches. The bytes of tensors are
+kept where they are written to, and not before.
 """
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
+import os
 import pickle
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +26,7 @@ from rotor._pytorch import backwards, core, traces
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
+from rotor.common.places import MISSING
 from rotor.common.streams import silence
 
 _MOST_OBJECTS = 100_000
@@ -189,6 +193,37 @@ def copied_arguments(value: Any, *, copies_tensors: bool = False) -> Any:
 
 # -- the model and its surroundings
 
+
+class _Surroundings:
+    """Environment variables and context variables, as they are at construction."""
+
+    def __init__(self) -> None:
+        self._environ = dict(os.environ)
+        self._context = contextvars.copy_context()
+
+    def changed(self) -> set[Any]:
+        """Return the variables that have another value now, or none."""
+        context = contextvars.copy_context()
+        names = self._environ.keys() | os.environ.keys()
+        changed = {name for name in names if os.environ.get(name) != self._environ.get(name)}
+        return changed | {v for v in context if context[v] is not self._context.get(v, MISSING)}
+
+    def restore(self, among: Iterable[Any]) -> None:
+        """Restore these variables; a context variable without a value gets its default."""
+        for variable in among:
+            if isinstance(variable, contextvars.ContextVar):
+                value = self._context.get(variable, MISSING)
+                if value is MISSING:
+                    with suppress(LookupError):
+                        value = contextvars.Context().run(variable.get)
+                if value is not MISSING:
+                    variable.set(value)
+            elif variable in self._environ:
+                os.environ[variable] = self._environ[variable]
+            else:
+                os.environ.pop(variable, None)
+
+
 Roots = nn.Module | Iterable[tuple[str, Any]]
 
 
@@ -244,6 +279,7 @@ class Trial:
         self._places = core.places_of(leaf for leaf, *_ in self._leaves)
         self._rng = RngTracker(device)
         self._states = self._rng.read()
+        self._surroundings = _Surroundings()
         self._parametrizations = traces.OwnParametrizations()
         self._parametrizations.__enter__()
         self._writes = traces.Writes()
@@ -285,12 +321,15 @@ class Trial:
         if again is None:
             self._writes.undo()
             self._watch.restore()
+            self._surroundings.restore(self._surroundings.changed())
         else:
+            changed = again._surroundings.changed()
             rewritten = again._writes.identities()
             places = again._watch.identities(rewritten)
             again.put_back()
             self._writes.undo(lambda storage: storage not in rewritten | self._given)
             self._watch.restore(places)
+            self._surroundings.restore(changed)
         for module, kind, training in self._modules:
             if type(module) is not kind:
                 module.__class__ = kind  # Lazy modules, say.

@@ -36,7 +36,7 @@ from rotor.wrapper.setting import (
     checked_loss_bytes,
     plan_anew,
 )
-from rotor.wrapper.transparent import ShownForward, shown
+from rotor.wrapper.transparent import ShownForward, own_call_of, shown
 from rotor.wrapper.usage_warnings import warn_of_forward
 
 _NOT_COMPILED = (
@@ -528,7 +528,8 @@ class Checkpointable(ReportingModule):
         """Call the model; warn if a forward put in the place of this class's does not limit it."""
         driver = self._driver
         calls = driver.calls
-        output = super().__call__(*args, **kwargs)
+        plain_call = super().__call__
+        output = own_call_of(self.module, self.forward, plain_call)(*args, **kwargs)
         if driver.calls == calls:
             warn_of_forward(driver.context, self.forward)
         return output

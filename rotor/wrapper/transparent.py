@@ -14,6 +14,7 @@ from torch import nn
 from rotor._pytorch import fsdp
 from rotor.common.frames import fold
 from rotor.common.module_state import is_library
+from rotor.common.substitutes import PatchedForwards
 
 _SHARED = frozenset(vars(nn.Module())) - {"training"}
 
@@ -39,6 +40,28 @@ def shown(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             fold(error)
             raise
+
+    return call
+
+
+def own_call_of(
+    module: nn.Module, forward: Callable[..., Any], plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the call of a module whose class has a ``__call__`` of its own; else `plain`.
+
+    Where that calls the module's forward, `forward` runs in its place.
+    """
+    kind = next(base for base in type(module).__mro__ if "__call__" in vars(base))
+    if is_library(kind.__module__):
+        return plain
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            with patched.paused():
+                return forward(*args, **kwargs)
+
+        with PatchedForwards([module], lambda *_: planned) as patched:
+            return module(*args, **kwargs)
 
     return call
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import array
 import collections
+import contextvars
 import dataclasses
+import os
 import random
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -26,6 +31,27 @@ from rotor.meter import allocator
 CPU = torch.device("cpu")
 WIDTH, BATCH = 32, 256
 SEEN: list[Any] = []
+TALLY = array.array("d", [0.0])
+LEVEL = contextvars.ContextVar("level", default=0)
+NAMES, ENTRIES = argparse.Namespace(), collections.UserList[int]()
+HELPER: Any = types.ModuleType("helper")
+
+
+def tally() -> float:
+    return TALLY[0]
+
+
+def forget() -> None:
+    SEEN.clear()
+    ENTRIES.clear()
+    TALLY[0] = NAMES.n = HELPER.n = tally.n = 0
+    LEVEL.set(0)
+    os.environ.pop("ROTOR_TALLY", None)
+
+
+def tallies() -> list[Any]:
+    known = [TALLY[0], LEVEL.get(), NAMES.n, list(ENTRIES), HELPER.n, tally.n]
+    return [*known, os.environ.get("ROTOR_TALLY")]
 
 
 class Record:
@@ -189,6 +215,19 @@ def kept_outside(net, x):
 
 
 @habit()
+def counted_outside_of_modules(net, x):
+    TALLY[0] += 1
+    NAMES.n += 1
+    HELPER.n += 1
+    tally.n += 1
+    ENTRIES.append(0)
+    LEVEL.set(LEVEL.get() + 1)
+    os.environ["ROTOR_TALLY"] = str(tally.n)
+    counts = tally() + NAMES.n + HELPER.n + tally.n + len(ENTRIES) + LEVEL.get()
+    return x * (counts + float(os.environ["ROTOR_TALLY"]))
+
+
+@habit()
 def moving_average(net, x):
     mean = x.detach().mean(0)
     net.last = mean if net.last is None else net.last * 0.5 + mean
@@ -248,14 +287,14 @@ def plain_data(value: Any) -> Any:
 
 def world(net: Net, args: Any) -> Any:
     randoms = random.getstate(), torch.get_rng_state().tolist(), repr(np.random.get_state())  # noqa: NPY002
-    return plain_data((net, args, SEEN)), randoms
+    return plain_data((net, args, SEEN, tallies())), randoms
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", HABITS)
 def test_a_trial_leaves_the_world_as_it_was(name, fails):
     function, make = HABITS[name]
-    SEEN.clear()
+    forget()
     net, args = Net(function), make()
     net.body[3][0].weight.grad = torch.ones(WIDTH, WIDTH)
     net.scale.grad = torch.ones(())
@@ -311,7 +350,7 @@ def test_a_cache_of_parametrizations_is_not_filled():
 
 def outcome(make: Callable[[], nn.Module], arguments: Callable[[], Any], **limit: Any) -> Any:
     torch.compiler.reset()
-    SEEN.clear()
+    forget()
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -327,7 +366,7 @@ def outcome(make: Callable[[], nn.Module], arguments: Callable[[], Any], **limit
             state = [value.tolist() for value in net.state_dict().values()]
             left = [v.tolist() for v in args if isinstance(v, torch.Tensor)]
             sizes = [len(v) for v in args if isinstance(v, list | dict)]
-            found.append((loss.item(), grads, state, left, sizes, len(SEEN)))
+            found.append((loss.item(), grads, state, left, sizes, len(SEEN), tallies()))
             net.zero_grad()
     return found, random.getstate(), torch.get_rng_state().tolist()
 
@@ -338,6 +377,7 @@ def outcome(make: Callable[[], nn.Module], arguments: Callable[[], Any], **limit
         ("masked_at_random_places", "auto"),
         ("popped", "auto"),
         ("kept_outside", "auto"),
+        ("counted_outside_of_modules", "auto"),
         ("drawn_from_an_argument", "auto"),
         ("weights_written_to", "auto"),
         ("buffers_changed", "auto"),
@@ -475,13 +515,13 @@ def test_refused_captures_hold_no_activations():
             return x + self.linear(x)
 
     # No module's own state, which trials put back.
-    torch._noted = held  # type: ignore[attr-defined]
+    torch._noted = held
     try:
         net = nn.Sequential(*[Block() for _ in range(4)], Mean())
         wrapped = Net(lambda net, x: x)
         wrapped.body = net
         outcome(lambda: wrapped, lambda: (tensor(),), mem_limit="1 MB", engine="auto")
     finally:
-        del torch._noted  # type: ignore[attr-defined]
+        del torch._noted
     assert len(held) > 4
     assert not any(reference() is not None for reference in held)

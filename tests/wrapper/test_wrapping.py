@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from training import Result, conv_net, default_loss, gradients_of, images, same
+from training import Result, check_equal, conv_net, default_loss, gradients_of, images, same
 from zoo.models import Tanhs
 
 import rotor
@@ -35,6 +35,28 @@ def test_names_and_states_carry_no_prefix():
     outer = nn.ModuleDict({"inner": chk})
     assert list(outer.state_dict()) == [f"inner.{k}" for k in model.state_dict()]
     outer.load_state_dict({f"inner.{k}": v for k, v in conv_net().state_dict().items()})
+
+
+class Scaled(nn.Sequential):
+    """Layers whose class does more in a call than run the forward."""
+
+    def __call__(self, *args, **kwargs):
+        return 2 * super().__call__(*args, **kwargs) + self.offset
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+def test_a_call_of_the_models_class_is_kept(engine):
+    x = torch.randn(256, 32)
+    hooked = []
+
+    def make():
+        model = Scaled(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)])
+        model.offset = nn.Parameter(torch.ones(32))
+        model.register_forward_hook(lambda *_: hooked.append(0))
+        return model
+
+    check_equal(make, lambda model, _: model(x).square().sum(), mem_limit="220KiB", engine=engine)
+    assert len(hooked) == 2 * 3
 
 
 def test_attributes_are_the_models():
