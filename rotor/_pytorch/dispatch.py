@@ -76,6 +76,23 @@ def dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+def callers_mode() -> str:
+    """Return the name of a mode of the caller's that sees operators; empty without one.
+
+    Modes of PyTorch's own are none, but for its counter of operations.
+    """
+    if not dispatch_modes():
+        return ""
+    kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]
+    found = [
+        kind.__name__.lstrip("_")
+        for kind in kinds
+        if kind.__module__ == "torch.utils.flop_counter"
+        or kind.__module__.partition(".")[0] not in ("rotor", "torch")
+    ]
+    return found[-1] if found else ""
+
+
 def without_modes() -> Any:
     """Return a context in which no mode or subclass sees operators."""
     return torch._C._DisableTorchDispatch()
@@ -476,6 +493,7 @@ core.check(
         "autograd._engine_run_backward",
         "overrides._get_current_function_mode_stack",
         "utils._python_dispatch._get_current_dispatch_mode",
+        "utils._python_dispatch._get_current_dispatch_mode_stack",
         "_C._current_autograd_node",
         "_C._len_torch_dispatch_stack",
         "Tensor._use_count",

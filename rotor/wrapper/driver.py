@@ -51,6 +51,7 @@ from rotor.wrapper.order import Order
 from rotor.wrapper.sharing import agree_to_share
 from rotor.wrapper.usage_warnings import (
     RerunNotes,
+    is_seen_by_a_mode,
     refuse_outer_transforms,
     runs_first,
     warn_of_checkpointing,
@@ -407,7 +408,9 @@ class Driver:
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
         self._check_sharding()
-        return not (refuse_outer_transforms(self.context) or runs_first(self.context))
+        context = self.context
+        is_plain = refuse_outer_transforms(context) or is_seen_by_a_mode(context)
+        return not (is_plain or runs_first(context))
 
     def plain(self, call: Call) -> Any:
         """Return the output of the plain model."""

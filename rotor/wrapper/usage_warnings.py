@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import core, devices, dispatch
 from rotor.common.accounting import is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
@@ -31,6 +31,23 @@ def refuse_outer_transforms(context: Context) -> bool:
         reason, f"{reason}. Until then such steps run as plain PyTorch, {_unlimited(context)}"
     )
     return True
+
+
+def is_seen_by_a_mode(context: Context) -> bool:
+    """Return whether the caller's own mode sees a step's operators, which no capture goes through.
+
+    Engines that were asked for by name run such steps as they can.
+    """
+    if context.settings.engine != "auto" or context.peers.ranks is not None:
+        return False
+    name = dispatch.callers_mode()
+    if name:
+        context.warn(
+            "mode",
+            f"{name} sees each operator of this step, so that none of it is captured: such steps "
+            f"run as plain PyTorch, {_unlimited(context)}",
+        )
+    return bool(name)
 
 
 def runs_first(context: Context) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training import same
+from torch.utils.flop_counter import FlopCounterMode
+from training import gradients_of, same
 from zoo.models import Row
 
 import rotor
@@ -285,3 +290,34 @@ def test_a_call_within_what_only_plain_pytorch_runs_in_is_plain_and_warned(kind:
         named = rotor.Checkpointable(smooth(), mem_limit="1 MB", engine=engine)
         with pytest.raises(RuntimeError, match=r"torch\.func|forward-mode|torch\.utils\.checkp"):
             run(named, named)
+
+
+class Seen(TorchDispatchMode):
+    """A mode that sees operators and lets them run."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [(Seen, "Seen"), (lambda: FlopCounterMode(display=False), "FlopCounterMode")]
+)
+@pytest.mark.parametrize("make", [smooth, lambda: Row(*[smooth() for _ in range(3)])])
+def test_a_step_that_a_mode_sees_is_plain_and_warned_and_later_ones_are_planned(mode, name, make):
+    torch.manual_seed(0)
+    plain = make()
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="16 KB", verbosity=0)
+
+    def run(net: Any, number: int) -> list[torch.Tensor]:
+        with mode() if number == 1 else nullcontext():
+            net(batch()).sum().backward()
+        return gradients_of(net)
+
+    for number in range(4):
+        found, told = heard(functools.partial(run, model, number))
+        assert same(found, run(plain, number))
+        if number == 1:
+            assert len(told) == 1
+            assert f"{name} sees each operator of this step" in told[0]
+            assert "nothing keeps the limit of 15.6 KiB (16000 bytes)" in told[0]
+    assert model.plan.measured_bytes <= 16_000
