@@ -81,7 +81,7 @@ def callers_mode() -> str:
 
     Modes of PyTorch's own are none, but for its counter of operations.
     """
-    if not dispatch_modes():
+    if not torch._C._len_torch_dispatch_stack():
         return ""
     kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]
     found = [

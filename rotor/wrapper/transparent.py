@@ -51,6 +51,8 @@ def own_call_of(
 
     Where that calls the module's forward, `forward` runs in its place.
     """
+    if type(module).__call__ is nn.Module.__call__:
+        return plain
     kind = next(base for base in type(module).__mro__ if "__call__" in vars(base))
     if is_library(kind.__module__):
         return plain
