@@ -26,6 +26,16 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keys_kept() -> AbstractContextManager[object]:
+    """Return a context after which this thread dispatches operators as before.
+
+    A capture that fails within a transform of ``torch.func`` leaves keys excluded: no later
+    operator of the thread would be seen by autograd.
+    """
+    included = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, torch._C._dispatch_tls_local_exclude_set())
+
+
 def hidden_from_hooks(is_hidden: Callable[[torch.Tensor], bool]) -> AbstractContextManager[object]:
     """Return a context in which the caller's saved-tensor hooks do not see some tensors."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -496,6 +506,9 @@ core.check(
         "utils._python_dispatch._get_current_dispatch_mode_stack",
         "_C._current_autograd_node",
         "_C._len_torch_dispatch_stack",
+        "_C._dispatch_tls_local_include_set",
+        "_C._dispatch_tls_local_exclude_set",
+        "_C._ForceDispatchKeyGuard",
         "Tensor._use_count",
         "_C._autograd._top_saved_tensors_default_hooks",
         "_C._vmapmode_increment_nesting",

@@ -14,6 +14,7 @@ from types import CodeType, TracebackType
 import torch
 from torch import nn
 
+from rotor._pytorch import dispatch
 from rotor.errors import InfeasibleError
 
 FULL = "ROTOR_FULL_TRACEBACK"
@@ -132,10 +133,12 @@ def release(error: BaseException) -> None:
     """
     running = [frame for frame, _ in traceback.walk_stack(None) if not _is_ours(frame.f_code)]
     waiting: list[BaseException | None] = [error]
-    while waiting:
-        this = waiting.pop()
-        trace = None if this is None else this.__traceback__
-        if this is not None and trace is not None and trace.tb_frame not in running:
-            traceback.clear_frames(trace)
-            this.__traceback__ = None
-            waiting += [this.__cause__, this.__context__]
+    # Guards of PyTorch that a failed capture leaves in its frames end here, out of order.
+    with dispatch.keys_kept():
+        while waiting:
+            this = waiting.pop()
+            trace = None if this is None else this.__traceback__
+            if this is not None and trace is not None and trace.tb_frame not in running:
+                traceback.clear_frames(trace)
+                this.__traceback__ = None
+                waiting += [this.__cause__, this.__context__]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core, devices, fsdp
+from rotor._pytorch import core, devices, dispatch, fsdp
 from rotor.algorithms.curve import Curve
 from rotor.common.frames import release, warn_caller
 from rotor.common.model_state import ModelState
@@ -221,7 +221,7 @@ class Driver:
             self.forget(key)
             self.context.refusals.pop(key.measured, None)
             try:
-                with _planning, self._announcer.timed():
+                with dispatch.keys_kept(), _planning, self._announcer.timed():
                     return self._attempts.run(self, call, self._measured, measures=True)
             except NothingToPlan:
                 raise ValueError(
@@ -502,7 +502,8 @@ class Driver:
                 return plan
         if key.measured in self._unplanned:
             return None
-        with _planning, self._announcer.timed(), allocator.highest_peak() as peak_bytes:
+        planned = self._announcer.timed()
+        with dispatch.keys_kept(), _planning, planned, allocator.highest_peak() as peak_bytes:
             if is_lost:
                 plans.pop(key, None)
             if wants_measure:

@@ -321,3 +321,27 @@ def test_a_step_that_a_mode_sees_is_plain_and_warned_and_later_ones_are_planned(
             assert f"{name} sees each operator of this step" in told[0]
             assert "nothing keeps the limit of 15.6 KiB (16000 bytes)" in told[0]
     assert model.plan.measured_bytes <= 16_000
+
+
+class Tangents(Row):
+    """A model whose forward has tangents of its last layers, which no capture goes through."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        value, tangent = torch.func.jvp(self[1], (x,), (torch.ones_like(x),))
+        return value + tangent
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_a_capture_that_fails_in_a_transform_leaves_gradients_to_other_models(engine):
+    torch.manual_seed(0)
+    plain = Tangents(smooth(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)))
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="40 KB", engine=engine)
+    if engine == "graph":
+        with pytest.raises(rotor.CaptureError):
+            heard(lambda: model(batch()))
+    else:
+        heard(lambda: model(batch()).sum().backward())
+        heard(lambda: plain(batch()).sum().backward())
+        assert same(gradients_of(model), gradients_of(plain))
+    assert nn.Linear(WIDTH, WIDTH)(batch()).requires_grad

@@ -337,7 +337,8 @@ class Capture:
             captured.emitted = None
         # Code made by dynamo draws Python's random numbers before it calls the graph.
         pause = CollectorPause(collects=True)
-        with generators_kept(module.modules()), symbols.marked(symbolic), pause:
+        marked = symbols.marked(symbolic)
+        with dispatch.keys_kept(), generators_kept(module.modules()), marked, pause:
             try:
                 self(module, *args)
             except Unplanned as reached:
