@@ -18,7 +18,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.frames import reported
 from rotor.common.modes import RngTracker
-from rotor.common.module_state import Watch
+from rotor.common.module_state import Watch, is_library
 from rotor.common.ranks import RankError
 from rotor.common.tensor_trees import output_tensors
 from rotor.common.undisturbed import Untriable, trial
@@ -254,6 +254,17 @@ class Attempts:
     def put_back(self, before: _StateBefore | None) -> None:
         """Put the state back after a failed step, where that is possible."""
         self._is_unspoilt = before is not None and before.put_back()
+
+
+def is_of_forward(error: Exception, context: Context, call: Call) -> bool:
+    """Return whether a forward's own error, of a class of the caller's, ended a step's planning.
+
+    Such an error is a signal, and what the forward does before it stays. After others, such as
+    PyTorch's for a wrong argument, all is as before. Under ``engine="auto"`` plain PyTorch has run.
+    """
+    if _is_free(context) or is_library(type(error).__module__):
+        return False
+    return type(_error_of_forward(context, call)) is type(error)
 
 
 def _error_of_forward(context: Context, call: Call) -> Exception | None:

@@ -42,7 +42,7 @@ from rotor.meter import allocator
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes
 from rotor.wrapper.announcing import Announcer
-from rotor.wrapper.attempts import TAKEN_OVER, Attempts
+from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_forward
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.kinds import unused_kinds
 from rotor.wrapper.limits import Limits
@@ -435,11 +435,23 @@ class Driver:
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
         self._attempts.asked, absent = key, key.absent
+        failed: Exception | None = None
         try:
             plan = self._ready(key, call, is_one_behind=is_one_behind)
         except allocator.OtherThreadError as error:
             warn_caller(f"this step ran without a limit: {error}", MemoryLimitWarning)
             plan = None
+        except Exception as error:
+            if not is_of_forward(error, self.context, call):
+                raise
+            plan, failed = None, error
+        if failed is not None:
+            try:
+                # A trial has put back what the caller's code does before it raises.
+                self.plain(call)
+                raise failed
+            finally:
+                del failed
         if plan is None:
             return self.plain(call)
         if plan is not self.context.latest and plan.key in self.context.plans:

@@ -345,3 +345,23 @@ def test_a_capture_that_fails_in_a_transform_leaves_gradients_to_other_models(en
         heard(lambda: plain(batch()).sum().backward())
         assert same(gradients_of(model), gradients_of(plain))
     assert nn.Linear(WIDTH, WIDTH)(batch()).requires_grad
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+def test_what_a_forward_does_before_it_raises_stays(engine):
+    class Stop(Exception):
+        """Signal of a hook that has what it wants."""
+
+    def noted(_: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        found.append(output)
+        raise Stop
+
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+    net[2].register_forward_hook(noted)
+    model = rotor.Checkpointable(net, mem_limit="40 KB", engine=engine)
+    for _ in range(3):
+        found: list[torch.Tensor] = []
+        with pytest.raises(Stop):
+            model(batch())
+        assert len(found) == 1
+        assert found[0].requires_grad
