@@ -347,6 +347,7 @@ def used_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*(used_names(part) for part in inner))
 
 
+@functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> frozenset[str]:
     """Return the outer names that a function, and the functions within it, use."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
