@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,6 +198,19 @@ def leaf_expressions(arguments: Any) -> list[str | None]:
         known = all(isinstance(key, str | int) for key in keys)
         name = ("args", "kwargs", "targets")[first.idx]
         found.append(f"L['{name}']" + "".join(f"[{key!r}]" for key in keys) if known else None)
+    return found
+
+
+def shared_places(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Return tensors on the storage of an earlier one: both numbers, and how far it lies behind."""
+    firsts: dict[int, tuple[int, int]] = {}
+    found = []
+    for number, tensor in enumerate(tensors):
+        for part in core.strided_parts(tensor):
+            here = number, int(part.storage_offset())
+            first, offset = firsts.setdefault(core.storage_identity(part), here)
+            if first != number:
+                found.append((number, first, here[1] - offset))
     return found
 
 

@@ -365,3 +365,43 @@ def test_what_a_forward_does_before_it_raises_stays(engine):
             model(batch())
         assert len(found) == 1
         assert found[0].requires_grad
+
+
+class Advances(nn.Module):
+    """A model that writes to one of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.add_(1)
+        return (x * self.scale).sum() + y.sum()
+
+
+APART, BESIDE, WITHIN, FARTHER = None, 32, 8, 16
+
+
+@pytest.mark.parametrize(
+    "begins", [(BESIDE,), (WITHIN,), (APART, BESIDE), (APART, WITHIN), (WITHIN, FARTHER, APART)]
+)
+def test_an_argument_that_is_written_to_may_share_its_memory(begins: tuple[int | None]) -> None:
+    """Written tensors that begin so far behind another one in its storage, from step to step."""
+
+    def run(model: Any, net: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for begin in begins:
+            base = torch.arange(64.0 * WIDTH).view(64, WIDTH)
+            other = base[:32].clone() if begin is APART else base[begin : begin + 32]
+            model(base[:32], other).backward()
+            found += [base, other, *gradients_of(net)]
+        return found
+
+    for engine in ("auto", "graph", "dynamic"):
+        plain, net = Advances(), Advances()
+        model = rotor.Checkpointable(net, mem_limit="1 MB", engine=engine)
+        if engine == "graph" and begins != (WITHIN,):
+            with pytest.raises(rotor.CaptureError, match="shares its memory with another one"):
+                run(model, net)
+        else:
+            assert same(heard(lambda: run(model, net))[0], run(plain, plain))  # noqa: B023

@@ -33,6 +33,7 @@ from rotor._pytorch import (
 )
 from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
+from rotor.common.calls import shared_places
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import release, reported
 from rotor.common.modes import SPLIT_BACKWARD
@@ -54,6 +55,10 @@ from rotor.engines.graph.tracing.rewrite import as_in_eager, drop_tokens
 from rotor.errors import CaptureError
 
 _GRAPH = "rotor's graph"
+_SHARED = (
+    "the model writes to an input that shares its memory with another one, which no graph of it "
+    "allows for: give the model a clone of one of them"
+)
 _ARGUMENT = re.compile(r"L\['(args|kwargs|targets)'\]")
 
 
@@ -126,6 +131,24 @@ class Unplanned(Exception):
         self.captured = captured
         self.primals = primals
 
+    def written(self) -> set[int]:
+        """Return the identities of the storages to which the call writes.
+
+        Raises CaptureError if one is also that of an input that autograd keeps: for autograd, all
+        views of a storage change at once, and a graph writes to its inputs at its end.
+        """
+        lowered = self.captured.lowered
+        storage_of = {
+            node: core.storage_identity(part)
+            for node, primal in zip(lowered.primals, self.primals, strict=True)
+            if isinstance(primal, torch.Tensor)
+            for part in core.strided_parts(primal)
+        }
+        written = {storage_of[node] for node in lowered.mutated if node in storage_of}
+        if written and any(storage_of.get(node) in written for node in saved_primals(lowered)):
+            raise CaptureError(_SHARED)
+        return written
+
     def drop(self) -> None:
         """Drop the inputs, which must not live as long as a frame in a cycle, and the frames."""
         self.primals.clear()
@@ -191,6 +214,7 @@ class Capture:
         self._branches = branches or quiet_capture.Branches()
         self._draws = Draws()
         self._owner: weakref.ref[nn.Module] | None = None
+        self._shared: Any = None
         self._scripts: list[core.Slot] = []
         self.graphs: list[Captured] = []
         self.ran: Captured | None = None
@@ -258,7 +282,10 @@ class Capture:
         self.ran = None
         if not self.graphs or self._owner is None or self._owner() is not module:
             self._owner, self._scripts = weakref.ref(module), scripts.script_slots(module)
-        symbols.forget_propagated(tree_tensors((args, kwargs)))
+        given = tree_tensors((args, kwargs))
+        symbols.forget_propagated(given)
+        if self._shared is not None and shared_places(given) != self._shared:
+            raise CaptureError(_SHARED)
         if self.folding is not None and self.graphs:
             watch = self.folding.watch
             if watch is not None and not watch.is_of(module):
@@ -267,7 +294,12 @@ class Capture:
             result = self._called(module, args, kwargs)
             self._draws.keep()
             return result
-        except (Unplanned, NothingToPlan):
+        except Unplanned as reached:
+            written = reached.written()
+            if written & set(map(core.storage_identity, given)):
+                self._shared = shared_places(given)
+            raise
+        except NothingToPlan:
             raise
         except core.CAPTURE_ERRORS as error:
             refused = _refusal(error)
