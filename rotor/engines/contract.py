@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from rotor.common.model_state import ModelState
 from rotor.common.tensor_trees import device_of, tree_tensors
 from rotor.engines.peers import Alone, Peers
 from rotor.errors import MemoryLimitWarning
+from rotor.graph.planner import check_options
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 from rotor.tier.offload import Offload
 
@@ -45,6 +47,12 @@ class CannotPlan(Exception):
         super().__init__(str(error))
         self.error = error
 
+    @property
+    def line(self) -> str:
+        """First line of the error, for a table of the engines that were compared."""
+        line = (str(self.error).strip().splitlines() or [type(self.error).__name__])[0]
+        return f"not captured: {line.removeprefix('not captured: ')}"
+
 
 class Unsuited(Exception):
     """Refusal of a model that the engine cannot plan under any call."""
@@ -55,6 +63,8 @@ class PlanAgain(Exception):
 
 
 _MOST_SHAPES = 4
+_MOST_PLANS = 8
+"""Largest number of plans of one kind of step, for sets of existing gradients."""
 
 
 class Key(NamedTuple):
@@ -123,6 +133,19 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[Any, ...] | None = None
+
+    @staticmethod
+    def of_one(
+        args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...] | None
+    ) -> Call:
+        """Return the call of a chain; raise TypeError unless one input is given."""
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or kwargs.keys() - {"inputs", "input", "custom_input"}:
+            raise TypeError(
+                f"an nn.Sequential takes one input, got {len(args)} arguments"
+                + (f" and {', '.join(kwargs)}" if kwargs else "")
+            )
+        return Call(given, {}, targets)
 
     @staticmethod
     def of_sample(sample: Any, *, is_one: bool = False) -> Call:
@@ -237,6 +260,8 @@ class Context:
         Modules and parameters of the model at discovery.
     peers
         Ranks that share plans.
+    sharding
+        FSDP2's units of the model; ``None`` if no engine runs a sharded model.
     plans
         Plans by kind of step.
     learned_loss
@@ -259,6 +284,7 @@ class Context:
     wrapper: Callable[[], nn.Module | None]
     structure: ModelState
     peers: Peers = field(default_factory=Alone)
+    sharding: Any = None
     plans: dict[Key, Any] = field(default_factory=dict)
     learned_loss: dict[Any, int] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
@@ -282,6 +308,23 @@ class Context:
             and self.peers.ranks is None
             and not core.is_distributed()
         )
+
+    def is_behind(self) -> bool:
+        """Return whether this rank has to plan before its next step; False if it plans alone."""
+        if self.peers.ranks is None:
+            return False
+        for plan in self.plans.values():
+            plan.expect(self)
+        verdicts = [plan.verdict for plan in self.plans.values()]
+        return not verdicts or any(verdict is not Verdict.KEEP for verdict in verdicts)
+
+    def refined(self, key: Key) -> Key:
+        """Return the key of a plan: under many plans of a kind, that of new gradients only."""
+        if key not in self.plans and not all(key.absent):
+            known = sum(other.measured == key.measured for other in self.plans)
+            if known >= _MOST_PLANS:
+                return Key(key.measured, (True,) * len(key.absent))
+        return key
 
     def measured_key(self) -> Key:
         """Return the kind of the latest measured step; raise ValueError before one."""
@@ -348,63 +391,39 @@ class Engine(ABC):
     """True to drop measures and plans when modules or parameters of the model are exchanged."""
     plans_ahead: ClassVar[bool] = True
     """True if a plan is known before the first step under it."""
+    others: Mapping[str, Engine] = MappingProxyType({})
+    """Engines whose plans this one compares with its own and may give, by `Metered.engine`."""
+    takes_one: ClassVar[bool] = False
+    """True if a call has one argument, the input."""
+    ranks_meter_later: ClassVar[bool] = False
+    """True if steps of ranks that plan together are observed after the first metered ones."""
+    fallback = ""
+    """Opening of the warning that the engine took a step over; the earlier engine's reason
+    follows. Empty for no warning."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.settings = context.settings
 
-    @property
-    def settings(self) -> Settings:
-        """Options of the wrapped model."""
-        return self.context.settings
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise if the model, a setting, or an option of the plans does not suit the engine.
 
-    def check(self) -> None:
-        """Raise if the model or an option does not suit the engine."""
-
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that the engine does not take."""
-        if options:
+        Under "auto", options are those of graphs, to which other engines may hand over.
+        """
+        if self.settings.engine == "auto":
+            check_options(options)
+        elif options:
             raise TypeError(f"unknown option {next(iter(options))!r}")
-
-    def check_sharding(self) -> None:
-        """Raise if the model is sharded and the engine cannot run that."""
-
-    def meters_later(self) -> bool:
-        """Return whether steps are observed after the first metered ones."""
-        return self.context.peers.ranks is None
 
     def is_portable(self) -> bool:
         """Return whether measures and plans hold for a copy of the model."""
         return False
 
-    # -- calls
-
-    def call_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...] | None
-    ) -> Call:
-        """Return the call of a step."""
-        return Call(args, kwargs, targets)
-
-    def call_of_sample(self, sample: Any) -> Call:
-        """Return the call for a sample of the constructor."""
-        return Call.of_sample(sample)
-
-    def prepared(self, call: Call) -> Call:
-        """Return a call of `measure` in the form in which the model itself would be called."""
-        return call
-
     @abstractmethod
     def key(self, call: Call) -> Key:
         """Return the kind of a step; raise if the arguments cannot be planned."""
 
-    def refined(self, key: Key) -> Key:
-        """Return the key under which a plan of this engine is kept."""
-        return key
-
     # -- measuring and planning
-
-    @abstractmethod
-    def is_measured(self, key: Key) -> bool:
-        """Return whether a plan can be made for such steps."""
 
     @abstractmethod
     def measure(self, key: Key, call: Call) -> Any:
@@ -419,24 +438,12 @@ class Engine(ABC):
         """Drop the measure of a kind of step."""
 
     @abstractmethod
-    def device_of(self, key: Key) -> torch.device:
-        """Return the device of such steps."""
+    def device_of(self, key: Key) -> torch.device | None:
+        """Return the device of such steps; ``None`` before they were measured."""
 
     @abstractmethod
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> Any:
         """Return the plan of such steps; raise InfeasibleError if none fits beside the reserve."""
-
-    def expect(self, plan: Any) -> None:
-        """Check, before a step, for needs that its plan does not know."""
-
-    def is_behind(self) -> bool:
-        """Return whether this rank has to plan before its next step; False if it plans alone."""
-        if self.context.peers.ranks is None:
-            return False
-        plans = self.context.plans.values()
-        for plan in plans:
-            self.expect(plan)
-        return not plans or any(plan.verdict is not Verdict.KEEP for plan in plans)
 
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
         """Return a plan that includes the lessons of metered steps, or the old one.
@@ -459,26 +466,14 @@ class Engine(ABC):
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
         """Set the algorithm of the following plans, and their options beside the constructor's."""
         given = options if algo is None else options | {"algo": algo}
-        self.check_options(given)
+        self.check(given)
         self.settings.options = self.settings.given_options | given
 
-    def has_measures(self) -> bool:
-        """Return whether anything was measured."""
-        return False
-
-    def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
-        """Return the limit of a step on a device, from the given limit."""
-        return given(device)
-
-    def warn_of_fallback(self, reason: str) -> None:
-        """Warn, if due, that earlier engines have refused a kind of step."""
+    def give_up(self, plan: Any, reason: str) -> None:
+        """Note that one of `others` cannot run such steps after all: none plans them so again."""
 
     def try_out(self, key: Key, call: Call) -> None:
         """Raise InfeasibleError if this engine could not keep the limit of another's plan."""
-
-    def result(self, plan: Any) -> Any:
-        """Return the result of `compute_sequence` for a plan."""
-        return None
 
     def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return step time against limit, and the device of the steps."""
@@ -502,16 +497,9 @@ class Engine(ABC):
         differs and its new form has been measured.
         """
 
-    def watch(self, plan: Any) -> StepWatch | None:
-        """Return the observer of an unmetered step; ``None`` without one."""
-        return None
-
     @abstractmethod
     def learn(self, plan: Any, step: StepBytes) -> None:
-        """Compare one of the first metered steps of a plan with the plan."""
-
-    def learn_again(self, plan: Any, step: StepBytes) -> None:
-        """Compare a step that was metered later with its plan."""
+        """Compare a metered step with its plan."""
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return tables for reports, beside a plan's own."""

@@ -112,6 +112,11 @@ class MeteredEngine(Engine):
 
     def learn(self, plan: Any, step: StepBytes) -> None:
         """Compare a metered step with its plan, which is renewed if that helps."""
+        if not plan.awaits_meter:
+            self.learn_peak(plan, step.peak_bytes)
+            if self.context.is_current(plan):
+                self._give_back(plan, step)
+            return
         plan.measured_bytes = step.peak_bytes
         plan.measured_timeline = step.timeline
         plan.meterings += 1
@@ -161,12 +166,6 @@ class MeteredEngine(Engine):
             "had been measured, such as the need of a loss outside of the model. The following "
             "steps are planned for it; loss_fn= makes the loss part of the plan",
         )
-
-    def learn_again(self, plan: Any, step: StepBytes) -> None:
-        """Compare a step that was metered later with its plan."""
-        self.learn_peak(plan, step.peak_bytes)
-        if self.context.is_current(plan):
-            self._give_back(plan, step)
 
     def learn_peak(self, plan: Any, peak_bytes: int) -> None:
         """Renew the plan of a step that needed more than the limit, and warn."""

@@ -54,10 +54,6 @@ class PlainEngine(Engine):
         """Return the device: nothing else matters."""
         return Key(self.context.device_of(call), ())
 
-    def is_measured(self, key: Key) -> bool:
-        """Return True: nothing is measured before a step."""
-        return True
-
     def measure(self, key: Key, call: Call) -> None:
         """Measure nothing."""
 
@@ -100,10 +96,6 @@ class PlainEngine(Engine):
         plan.measured_timeline = step.timeline
         plan.meterings += 1
         self.learn_peak(plan, step.peak_bytes)
-
-    def learn_again(self, plan: PlainPlan, step: StepBytes) -> None:
-        """Learn as in the first metered step."""
-        self.learn(plan, step)
 
     def learn_peak(self, plan: PlainPlan, peak_bytes: int) -> None:
         """Warn of a peak above the limit, once for each new maximum."""

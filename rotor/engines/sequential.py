@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,11 +27,8 @@ from rotor.engines.contract import (
     Call,
     CannotPlan,
     Context,
-    IsPending,
     Key,
     NothingToPlan,
-    PlanAgain,
-    StartMeter,
     Unsuited,
 )
 from rotor.engines.graph.engine import GraphEngine
@@ -43,7 +40,6 @@ from rotor.engines.parts.plan import PartsPlan
 from rotor.engines.parts.sharded_engine import ShardedBlocksEngine
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
-from rotor.meter.step_meter import StepBytes, StepWatch
 from rotor.report.text import Text, table
 from rotor.units import exact_bytes, format_bytes, format_seconds
 
@@ -94,10 +90,6 @@ class _ChainParts(PartsEngine):
         super().__init__(context)
         self._reasons = reasons
         self._inspections = inspections
-
-    def device_of(self, key: Key) -> torch.device:
-        """Return the device of such steps."""
-        return self._inspections[key.measured].device
 
     def stages_of(self, key: Key) -> MeasuredStages:
         """Return the measured stages."""
@@ -166,7 +158,7 @@ class SequentialEngine(ChainEngine):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._others: dict[str, Any] = {}
+        self.others: dict[str, Any] = {}
         self._is_asked = False
         self._samples: dict[Any, tuple[list[Any], Any]] = {}
         self._reasons: dict[Any, str] = {}
@@ -174,7 +166,7 @@ class SequentialEngine(ChainEngine):
         self._compared: dict[Key, Comparison] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_others": {}, "_samples": {}, "_compared": {}}
+        return super().__getstate__() | {"others": {}, "_samples": {}, "_compared": {}}
 
     def is_portable(self) -> bool:
         """Return whether a copy of the model shares all state, and all plans are chains'."""
@@ -206,10 +198,10 @@ class SequentialEngine(ChainEngine):
 
     def measure(self, key: Key, call: Call) -> Any:
         """Measure every stage; keep the form of the call, for a capture."""
-        engine = self._others.get("parts")
+        engine = self.others.get("parts")
         parts = engine.pieces.get(key) if isinstance(engine, _ChainParts) else None
         if parts is not None and parts.wants_search:
-            self._others["parts"].measure(key, call)
+            self.others["parts"].measure(key, call)
             return None
         leaves, spec = core.tree_flatten((call.args, call.targets))
         self._samples[key.measured] = [_described(leaf) for leaf in leaves], spec
@@ -227,7 +219,7 @@ class SequentialEngine(ChainEngine):
         super().forget(measured)
         for kept in (self._samples, self._reasons, self._no_parts):
             kept.pop(measured, None)
-        for other in self._others.values():
+        for other in self.others.values():
             other.forget(measured)
 
     # -- planning
@@ -240,7 +232,7 @@ class SequentialEngine(ChainEngine):
     def begin_planning(self) -> None:
         """Forget loaded sequences and compiled programs."""
         super().begin_planning()
-        for other in self._others.values():
+        for other in self.others.values():
             other.begin_planning()
 
     def plan(
@@ -297,7 +289,7 @@ class SequentialEngine(ChainEngine):
                     engine = self._other(name)
                     self._measure_by(engine, key)
                 except CannotPlan as refused:
-                    lacking[key.measured] = _first_line(refused.error)
+                    lacking[key.measured] = refused.line
             yield name, lacking.get(key.measured, engine)
             if key.measured not in lacking:
                 return
@@ -315,7 +307,7 @@ class SequentialEngine(ChainEngine):
         try:
             plan = engine.plan(key, limit_bytes, reserve_bytes)
         except CannotPlan as refused:
-            reason = self._lacking(name)[key.measured] = _first_line(refused.error)
+            reason = self._lacking(name)[key.measured] = refused.line
             return _Offer(name, None, _NEVER, reason), None
         except InfeasibleError as error:
             release(error)
@@ -367,9 +359,9 @@ class SequentialEngine(ChainEngine):
         Raises CannotPlan if the sharded model has no blocks.
         """
         kind = "graph" if name == "graph" else "parts"
-        if kind not in self._others:
+        if kind not in self.others:
             try:
-                self._others[kind] = (
+                self.others[kind] = (
                     _WholeGraph(self.context)
                     if name == "graph"
                     else _ChainParts(self.context, self._reasons, self._inspections)
@@ -378,11 +370,11 @@ class SequentialEngine(ChainEngine):
                 )
             except NoBlocks as error:
                 raise CannotPlan(error) from None
-        return self._others[kind]
+        return self.others[kind]
 
     def _measure_by(self, engine: Any, key: Key) -> None:
         """Measure a kind of step by another engine, unless it has been."""
-        if engine.is_measured(key):
+        if engine.device_of(key) is not None:
             return
         module = self.context.module
         with training_flags_kept(module), torch.enable_grad():
@@ -403,15 +395,6 @@ class SequentialEngine(ChainEngine):
         leaves, spec = self._samples[key.measured]
         args, targets = core.tree_unflatten([_made_up(leaf) for leaf in leaves], spec)
         return Call(args, {}, targets)
-
-    def _owner(self, plan: Any) -> Any:
-        """Return the engine of a plan; ``None`` for a chain's."""
-        return self._others.get(plan.engine)
-
-    def result(self, plan: Any) -> Any:
-        """Return the schedule, or the program, of a plan."""
-        owner = self._owner(plan)
-        return super().result(plan) if owner is None else owner.result(plan)
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a table of the compared plans."""
@@ -442,65 +425,11 @@ class SequentialEngine(ChainEngine):
             found += zip(other.bytes.tolist(), times.tolist(), strict=True)
         return Curve.from_points(found), device
 
-    # -- running and learning
-
-    def run(self, plan: Any, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
-        """Run a step under a plan."""
-        owner = self._owner(plan)
-        if owner is None:
-            return super().run(plan, call, start)
-        try:
-            output, is_pending = owner.run(plan, call, start)
-        except CannotPlan as refused:
-            # From now on such steps run as a chain, or in parts.
-            self._reasons[plan.key.measured] = _first_line(refused.error)
-            owner.forget(plan.key.measured)
-            raise PlanAgain from refused
-        return output, is_pending
-
-    def expect(self, plan: Any) -> None:
-        """Check, before a step, for needs that its plan does not know."""
-        owner = self._owner(plan)
-        (super().expect if owner is None else owner.expect)(plan)
-
-    def watch(self, plan: Any) -> StepWatch | None:
-        """Return the observer of an unmetered step; ``None`` without one."""
-        owner = self._owner(plan)
-        return super().watch(plan) if owner is None else owner.watch(plan)
-
-    def learn(self, plan: Any, step: StepBytes) -> None:
-        """Compare a metered step with its plan."""
-        owner = self._owner(plan)
-        (super().learn if owner is None else owner.learn)(plan, step)
-        self._note_excess(plan)
-
-    def learn_again(self, plan: Any, step: StepBytes) -> None:
-        """Compare a step that was metered later with its plan."""
-        owner = self._owner(plan)
-        (super().learn_again if owner is None else owner.learn_again)(plan, step)
-        self._note_excess(plan)
-
-    def _note_excess(self, plan: Any) -> None:
-        """Let the chain run from the next step on where parts cannot keep the limit."""
-        if not plan.is_over:
-            return
-        plan.is_over, plan.outdated = False, True
-        self._no_parts[plan.key.measured] = (
-            f"needed {format_bytes(plan.measured_bytes or 0)} in a step"
-        )
-
-    def learn_peak(self, plan: Any, peak_bytes: int) -> None:
-        """Renew the plan of a step that needed more than the limit, and warn."""
-        owner = self._owner(plan)
-        (super().learn_peak if owner is None else owner.learn_peak)(plan, peak_bytes)
-
-    def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
-        """Return a plan that includes the lessons of metered steps; the old one if none fits."""
-        owner = self._owner(old)
-        if old.key.measured in self._no_parts and owner is not None:
-            # The need of the code between the parts says nothing about the chain.
-            return super().replan(old, lambda _: make(0))
-        return (super().replan if owner is None else owner.replan)(old, make)
+    def give_up(self, plan: Any, reason: str) -> None:
+        """Note that the graph, or the parts, cannot run such steps after all."""
+        name = plan.engine
+        self._lacking(name)[plan.key.measured] = reason
+        self.others[name].forget(plan.key.measured)
 
 
 def recomputation_of(chain: Any) -> float:
@@ -515,11 +444,6 @@ def _prediction(seconds: float, slower: float) -> str:
 def _infeasible(error: InfeasibleError | None) -> str:
     assert error is not None
     return f"needs {format_bytes(error.minimum_bytes)}"
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"not captured: {line.removeprefix('not captured: ')}"
 
 
 @dataclass(frozen=True)

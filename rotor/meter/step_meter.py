@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from rotor._pytorch import core, dispatch
+from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.timeline import PredictedTimeline, Timeline
@@ -120,6 +121,8 @@ class Metered:
     """Peak of the last metered step; ``None`` before one."""
     measured_timeline: Timeline | None = field(default=None, repr=False)
     """Live bytes of that step over time."""
+    levels: dict[str, int] = field(default_factory=dict, repr=False)
+    """By mark, the most bytes above the level at which a metered step began, for `LevelWatch`."""
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
     """True if another plan would be better: the next step makes it."""
@@ -136,6 +139,19 @@ class Metered:
     def __repr__(self) -> str:
         figures: Any = self
         return f"<{type(self).__name__} within {format_bytes(figures.limit_bytes)}>"
+
+    @property
+    def awaits_meter(self) -> bool:
+        """True if the plan's first metered steps are still to come."""
+        return self.measured_bytes is None and self.meterings < METERED_STEPS
+
+    def expect(self, context: Any) -> None:
+        """Take note, before a step, of needs that have changed since the plan was made."""
+
+    @property
+    def result(self) -> Any:
+        """Result of `compute_sequence`; ``None`` without a schedule or a program."""
+        return None
 
     @property
     def is_alone(self) -> bool:

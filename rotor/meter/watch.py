@@ -27,7 +27,7 @@ from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator as memory
-from rotor.meter.step_meter import Metered, StepBytes, StepMeter
+from rotor.meter.step_meter import Metered
 from rotor.units import exact_bytes
 
 
@@ -158,22 +158,6 @@ def is_due(plan: Metered, parameters: Iterable[Any] = ()) -> bool:
     due = plan.differs or is_metered_again(plan.unmetered)
     plan.differs = False
     return due
-
-
-def meter_again(engine: Any, plan: Any) -> StepMeter | None:
-    """Return a meter for a step of a plan that was metered before; ``None`` if one runs."""
-    myself = weakref.ref(engine)
-
-    def done(step: StepBytes) -> None:
-        found = myself()
-        if found is not None:
-            found.learn_again(plan, step)
-
-    try:
-        existing, passed = engine.context.gradients, passing(engine, plan)
-        return StepMeter(plan.device, done, existing, plan.reserving, passed=passed)
-    except memory.MeterBusyError:
-        return None
 
 
 def passing(engine: Any, plan: Any) -> Callable[[int], None]:

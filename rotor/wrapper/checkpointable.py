@@ -17,7 +17,7 @@ from rotor.common.calls import NO_TARGETS, targets_of
 from rotor.common.checksums import checked_verify
 from rotor.common.model_state import refuse_unsuited_modules
 from rotor.common.ranks import Ranks
-from rotor.engines.contract import Settings
+from rotor.engines.contract import Call, Settings
 from rotor.engines.graph.calls import checked_counts, takes_targets
 from rotor.meter import allocator as memory
 from rotor.meter.room import checked_total
@@ -322,8 +322,8 @@ class Checkpointable(ReportingModule):
         InfeasibleError
             The step does not fit in the limit, with ``engine="dynamic"``.
         """
-        call = self._driver.engines[0].call_of(args, kwargs, targets_of(targets))
-        return self._driver.measure(call)
+        make = Call.of_one if self._driver.engines[0].takes_one else Call
+        return self._driver.measure(make(args, kwargs, targets_of(targets)))
 
     @heard
     def measure_sample(self, sample: Any) -> Any:
@@ -332,7 +332,8 @@ class Checkpointable(ReportingModule):
         For chains it is the input; else a tuple stands for several arguments, a dictionary for
         keyword arguments.
         """
-        return self._driver.measure(self._driver.engines[0].call_of_sample(sample))
+        takes_one = self._driver.engines[0].takes_one
+        return self._driver.measure(Call.of_sample(sample, is_one=takes_one))
 
     @heard
     def compute_sequence(
@@ -554,7 +555,7 @@ class Checkpointable(ReportingModule):
         if self.loss_fn is None and targets is not NO_TARGETS and takes_targets(self.module):
             kwargs["targets"], targets = targets, NO_TARGETS
         given = None if targets is NO_TARGETS else targets_of(targets)
-        call = driver.engines[0].call_of(args, kwargs, given)
+        call = (Call.of_one if driver.engines[0].takes_one else Call)(args, kwargs, given)
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
     forward = ShownForward(core.untraced(heard(forward), _NOT_COMPILED))  # type: ignore[assignment]

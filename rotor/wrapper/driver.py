@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
-from rotor.units import exact_bytes
+from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_forward
 from rotor.wrapper.caches import CacheRule
@@ -68,6 +69,10 @@ class Driver:
     """Number of calls of the wrapper's forward."""
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
+        self._begin(settings, wrapper, set())
+        self.engines[0].check(settings.options)
+
+    def _begin(self, settings: Settings, wrapper: nn.Module | None, warned: set[str]) -> None:
         self.settings = settings
         self.context: Context
         self.engines: list[Engine]
@@ -80,11 +85,7 @@ class Driver:
         self._announcer = Announcer(settings.verbosity)
         self.limits = Limits(settings)
         self._attempts = Attempts()
-        self._checked: ModelState | None = None
-        self._discover(None, set())
-        self.engines[0].check_options(settings.options)
-        self._check_sharding()
-        self.engines[0].check()
+        self._discover(None, warned)
 
     def _discover(self, latest: Any, warned: set[str]) -> None:
         """Find the structure of the model and its engines."""
@@ -107,20 +108,16 @@ class Driver:
         self._discover(self.context.latest, self.context.warned)
 
     def _rediscover_if_changed(self) -> None:
-        is_same = self.context.structure.is_current()
-        if not self.engines[0].depends_on_structure:
-            if not is_same:
-                self.context.structure = ModelState(self.settings.module)
-        elif not is_same or fsdp.is_unit(self._wrapper()) != self._is_unit:
+        engine, is_same = self.engines[0], self.context.structure.is_current()
+        if engine.depends_on_structure and fsdp.is_unit(self._wrapper()) != self._is_unit:
+            is_same = False
+        if is_same:
+            return
+        if engine.depends_on_structure:
             self._rediscover()
-            self._check_sharding()
-
-    def _check_sharding(self) -> None:
-        """Raise if the model is sharded, and its engine takes no such model."""
-        structure = self.context.structure
-        if self._checked is not structure or not self.engines[0].depends_on_structure:
-            self.engines[0].check_sharding()
-            self._checked = structure
+        else:
+            self.context.structure = ModelState(self.settings.module)
+        self.engines[0].check(self.settings.options)
 
     def attach(self, wrapper: nn.Module) -> None:
         """Make a module represent the model."""
@@ -153,7 +150,7 @@ class Driver:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.settings = state["settings"]
         self._wrapper = _reference(None)
-        self._group_peers, self._thread, self._checked = Alone(), 0, None
+        self._group_peers, self._thread = Alone(), 0
         self._is_pending, self._is_crowded, self._has_collected = None, False, False
         self._announcer = Announcer(self.settings.verbosity)
         self.limits = Limits(self.settings)
@@ -163,7 +160,7 @@ class Driver:
         if state["kept"] is not None:
             engine, plans, self.context.latest, self.context.latest_key = state["kept"]
             self.context.plans.update(plans)
-            engine.context = self.context
+            engine.context, engine.settings = self.context, self.settings
             self.engines[0] = engine
 
     def is_pending(self) -> bool:
@@ -189,8 +186,9 @@ class Driver:
 
     # -- the limit
 
-    def limit_on(self, device: torch.device) -> int:
-        """Return the limit of a step that is planned now."""
+    def limit_on(self, device: torch.device | None) -> int:
+        """Return the limit of a measured step on a device, planned now."""
+        assert device is not None
         return self.limits.limit_on(device, self.context.latest)
 
     def planned(self) -> Any:
@@ -215,7 +213,9 @@ class Driver:
         with training_flags_kept(self.settings.module), torch.enable_grad():
             if not self.settings.module.training:
                 self.settings.module.train()
-            call = self.engines[0].prepared(call)
+            if (sharding := self.context.sharding) is not None:
+                args, kwargs = sharding.cast(call.arguments)
+                call = replace(call, args=args, kwargs=kwargs)
             call = self._caches.applied(call)
             key = self._agreed_key(call)[0]
             self.forget(key)
@@ -236,20 +236,20 @@ class Driver:
             # The sample itself may be the cause of the failures.
             self._make(key)
             engine.try_out(key, call)
-        self.context.latest_key = engine.refined(key)
+        self.context.latest_key = self.context.refined(key)
         return found
 
     def drop_first(self, reason: str) -> None:
         """Find the engines of the model without the first, which does not suit it."""
         self.settings.unsuited = self.settings.unsuited | {self.engines[0].name: reason}
         self._rediscover()
-        self.engines[0].check()
+        self.engines[0].check(self.settings.options)
 
     def _agreed_key(self, call: Call) -> tuple[Key, bool]:
         engine, peers = self.engines[0], self.context.peers
         has_dropped = peers.ranks is not None and self.limits.drop_outgrown(self.context.plans)
         (measured, absent), is_one_behind = peers.agree(
-            lambda: engine.key(call), has_dropped or engine.is_behind()
+            lambda: engine.key(call), has_dropped or self.context.is_behind()
         )
         return Key(measured, absent), is_one_behind
 
@@ -262,7 +262,7 @@ class Driver:
         warn_of_checkpointing(self.context)
         while True:
             engine = self.order.of(key)
-            if engine.is_measured(key) and not again:
+            if engine.device_of(key) is not None and not again:
                 if not engine.plans_ahead and engine is self.engines[0]:
                     if key not in self.context.plans:
                         self._make(key)
@@ -275,6 +275,7 @@ class Driver:
                     if devices.searches(device):
                         warn_of_searches(self.context)
                 found = engine.measure(key, call)
+                self.order.measured.add(engine)
                 for device in places - {torch.device("cpu")}:
                     devices.release_cached(device)
                 return found
@@ -290,9 +291,8 @@ class Driver:
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
         """Plan a measured kind of step."""
         engine = self.order.of(key)
-        limit = engine.limit_on(engine.device_of(key), self.limit_on)
         try:
-            plan = engine.plan(key, limit, reserve_bytes)
+            plan = engine.plan(key, self.limit_on(engine.device_of(key)), reserve_bytes)
         except InfeasibleError as error:
             self.limits.explain(error)
             raise
@@ -368,7 +368,7 @@ class Driver:
                 return None, None
             with self._announcer.timed():
                 plan = self._make(key)
-            return plan, owner.result(plan)
+            return plan, plan.result
         except BaseException:
             vars(settings).update(before[0])
             context.plans, context.refusals = before[1], refusals
@@ -394,10 +394,9 @@ class Driver:
             return self.engines[0].load(Key(None, None), source, 0)
         key = self.context.measured_key()
         # A kind of step taken over by another engine has no plan of the first one's form.
-        engine = self.engines[0]
-        limit = engine.limit_on(self.order.of(key).device_of(key), self.limit_on)
-        plan = self._install(key, engine.load(key, source, limit))
-        return engine.result(plan)
+        limit = self.limit_on(self.order.of(key).device_of(key))
+        plan = self.engines[0].load(key, source, limit)
+        return self._install(key, plan).result
 
     # -- running
 
@@ -407,7 +406,6 @@ class Driver:
             raise ValueError("targets are for a loss: give Checkpointable(..., loss_fn=) too")
         if not (self.settings.module.training and torch.is_grad_enabled()):
             return False
-        self._check_sharding()
         context = self.context
         is_plain = refuse_outer_transforms(context) or is_seen_by_a_mode(context)
         return not (is_plain or runs_first(context))
@@ -486,7 +484,7 @@ class Driver:
     def _ready(self, key: Key, call: Call, *, is_one_behind: bool) -> Any:
         """Return the plan of a step; ``None`` if nothing in it needs a gradient."""
         plans, engine = self.context.plans, self.order.of(key)
-        key = engine.refined(key)
+        key = self.context.refined(key)
         plan = plans.get(key)
         verdict = None if plan is None else plan.verdict
         if verdict is Verdict.GIVE_UP:
@@ -498,18 +496,18 @@ class Driver:
             plan = None
             del plans[key]
         if plan is not None:
-            engine.expect(plan)
+            plan.expect(self.context)
             if self.context.peers.ranks is None and self.limits.is_outgrown(plan):
                 plan = None
                 del plans[key]
         wants_plan = plan is None or plan.verdict is not Verdict.KEEP
         wants_measure, wants_plan, is_lost = self.context.peers.settle(
-            is_one_behind, is_stale or not engine.is_measured(key), wants_plan, plan is None
+            is_one_behind, is_stale or engine.device_of(key) is None, wants_plan, plan is None
         )
         if plan is not None and not wants_plan:
             plan.key = key
             if self._is_pending is None or not self._is_pending():
-                plan = engine.improved(plan, call)
+                plan = self.order.owner(plan).improved(plan, call)
             if plan.verdict is Verdict.KEEP:
                 return plan
         if key.measured in self._unplanned:
@@ -525,9 +523,11 @@ class Driver:
                 except NothingToPlan:
                     self._unplanned.add(key.measured)
                     return None
-                key = self.order.of(key).refined(key)
+                key = self.context.refined(key)
             old, make = plans.get(key), partial(self._make, key)
-            plan = self._first(key, call) if old is None else self.order.of(key).replan(old, make)
+            plan = (
+                self._first(key, call) if old is None else self.order.owner(old).replan(old, make)
+            )
             warn_of_measuring(self.context, plan.limit_bytes, peak_bytes())
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)
@@ -536,11 +536,16 @@ class Driver:
     def _give_up(self, key: Key, call: Call, plan: Any) -> Any:
         """Return the next engine's plan if that engine keeps the limit; ``None`` to make one."""
         context, before = self.context, self.context.refusals.get(key.measured)
-        plan.is_over = False
+        plan.is_over, owner = False, self.order.owner(plan)
+        if (engine := self.order.of(key)) is not owner:
+            engine.give_up(plan, f"needed {format_bytes(plan.measured_bytes or 0)} in a step")
+            # What one way to run a step needs beside its plan says nothing about the others.
+            plan.outdated, plan.reserve_bytes = True, 0
+            return plan
         if not self.order.refuse(key, call, plan.describe_excess()):
             return plan
         following = self.order.of(key)
-        if not following.is_measured(key):
+        if following.device_of(key) is None:
             del context.plans[key]
             return None
         taken = self._make(key)
@@ -557,7 +562,7 @@ class Driver:
         return taken
 
     def _run(self, plan: Any, call: Call, absent: Any) -> Any:
-        engine = self.order.of(plan.key)
+        engine = self.order.owner(plan)
         before = self._attempts.state_before(engine, call, plan.device, self.context)
         started: list[StepWatch] = []
 
@@ -572,7 +577,14 @@ class Driver:
 
         previous = STEP.set(RerunNotes(self.context, engine, plan, self.is_pending))
         try:
-            output, self._is_pending = engine.run(plan, call, start)
+            try:
+                output, self._is_pending = engine.run(plan, call, start)
+            except CannotPlan as refused:
+                asked = self.order.of(plan.key)
+                if asked is engine:
+                    raise
+                asked.give_up(plan, refused.line)
+                raise PlanAgain from refused
             _begun.add(self)
             output = with_views(output)
         except BaseException as error:

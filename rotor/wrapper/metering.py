@@ -6,11 +6,10 @@ import weakref
 from typing import Any
 
 from rotor._pytorch import devices
-from rotor.common.accounting import METERED_STEPS
 from rotor.engines.contract import Engine
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch
-from rotor.meter.watch import PeakWatch, is_due, meter_again, passing
+from rotor.meter.watch import LevelWatch, PeakWatch, is_due, passing
 from rotor.wrapper.announcing import logging_at
 
 
@@ -21,17 +20,26 @@ def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> Ste
     """
     if plan.reserving is not None:
         plan.reserving.begin(plan.device, plan.pool_blocks)
-    if plan.measured_bytes is None and plan.meterings < METERED_STEPS:
-        return _meter(engine, plan)
-    if not engine.meters_later():
+    is_first, context = plan.awaits_meter, engine.context
+    if not is_first:
+        if context.peers.ranks is not None and not engine.ranks_meter_later:
+            return None
+        has_gradients = not (absent and all(absent))
+        if not is_due(plan, context.structure.current_parameters() if has_gradients else ()):
+            if devices.type_of(plan.device) != "cpu":
+                return PeakWatch(engine, plan)
+            return LevelWatch(engine, plan) if plan.levels else None
+    try:
+        return _meter(engine, plan, is_first=is_first)
+    except allocator.OtherThreadError:
+        return None  # A later step is metered instead.
+    except allocator.MeterBusyError as error:
+        if is_first:
+            context.warn("busy", f"this step's memory was not measured: {error}")
         return None
-    has_gradients = not (absent and all(absent))
-    if is_due(plan, engine.context.structure.current_parameters() if has_gradients else ()):
-        return meter_again(engine, plan)
-    return engine.watch(plan) if devices.type_of(plan.device) == "cpu" else PeakWatch(engine, plan)
 
 
-def _meter(engine: Engine, plan: Any) -> StepMeter | None:
+def _meter(engine: Engine, plan: Any, *, is_first: bool) -> StepMeter:
     context, learner = engine.context, weakref.ref(engine)
     verbosity = context.settings.verbosity
 
@@ -52,11 +60,11 @@ def _meter(engine: Engine, plan: Any) -> StepMeter | None:
                 "backward of some steps in one thread",
             )
 
-    try:
-        existing, passed = context.gradients, passing(engine, plan)
-        return StepMeter(plan.device, done, existing, plan.reserving, lost, passed)
-    except allocator.OtherThreadError:
-        return None  # A later step is metered instead.
-    except allocator.MeterBusyError as error:
-        context.warn("busy", f"this step's memory was not measured: {error}")
-        return None
+    return StepMeter(
+        plan.device,
+        done,
+        context.gradients,
+        plan.reserving,
+        lost if is_first else int,
+        passing(engine, plan),
+    )

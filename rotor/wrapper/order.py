@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rotor.engines.contract import Call, Context, Engine, Key, Refusal
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.sequential import SequentialEngine
@@ -19,12 +21,19 @@ class Order:
         self.engines = engines_for(context)
         self.taken_over: dict[Engine, str] = {}
         """Engines that took steps over and have not announced it, each with the reason."""
+        self.measured: set[Engine] = set()
+        """Engines that have measured a step."""
 
     def of(self, key: Key) -> Engine:
         """Return the engine that plans a kind of step."""
         refusals = self._context.refusals
         refusal = refusals.get(key.measured) if refusals else None
         return self.engines[0 if refusal is None else refusal.engine]
+
+    def owner(self, plan: Any) -> Engine:
+        """Return the engine that runs a plan."""
+        engine = self.of(plan.key)
+        return engine.others.get(plan.engine, engine)
 
     def refuse(self, key: Key, call: Call, reason: str) -> bool:
         """Hand a kind of step to the next engine; return False after the last one."""
@@ -68,8 +77,9 @@ class Order:
             return
         reason = self.taken_over.get(self.of(key))
         self.taken_over.clear()
-        if reason is not None:
-            self.of(key).warn_of_fallback(reason)
+        fallback = self.of(key).fallback
+        if reason is not None and fallback:
+            self._context.warn("capture", f"{fallback} The reason:\n{reason}")
 
     def is_hopeless(self) -> bool:
         """Return whether the model differs from call to call: capturing costs more than a step."""
@@ -79,7 +89,7 @@ class Order:
             len(capturing) < len(self.engines)
             and len(refusals) >= _HOPELESS
             and all(refusal.engine >= len(capturing) for refusal in refusals)
-            and not any(engine.has_measures() for engine in capturing)
+            and self.measured.isdisjoint(capturing)
         )
 
     def why(self, key: Key, name: str) -> dict[str, str]:

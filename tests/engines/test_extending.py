@@ -47,9 +47,6 @@ class PlainEngine(Engine):
     def key(self, call: Call) -> Key:
         return Key(tuple(t.shape for t in call.args), ())
 
-    def is_measured(self, key: Key) -> bool:
-        return True
-
     def measure(self, key: Key, call: Call) -> None:
         raise AssertionError("there is nothing to measure")
 

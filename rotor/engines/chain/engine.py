@@ -51,7 +51,6 @@ from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter, Un
 from rotor.engines.learning import MeteredEngine, confirmed, plan_with_guess
 from rotor.engines.peers import SharingRanks
 from rotor.errors import InfeasibleError
-from rotor.graph.planner import check_options
 from rotor.meter import allocator
 from rotor.meter.allocator import storage_bytes
 from rotor.meter.step_meter import StepBytes, cancel_running
@@ -74,6 +73,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     """
 
     name: ClassVar[str] = "chain"
+    takes_one: ClassVar[bool] = True
     published: ClassVar[frozenset[str]] = frozenset(
         [
             *("names", "functions", "inspection_values", "chain", "sequence", "all_values"),
@@ -86,7 +86,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         stages = find_stages(context.module)
-        self._sharding = find_sharding(context.module, context.wrapper())
+        self._sharding = context.sharding = find_sharding(context.module, context.wrapper())
         if self._sharding is not None:
             stages = self._sharding.stages(stages)
             context.peers = SharingRanks(self._sharding.ranks)
@@ -99,19 +99,14 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self._loaded: dict[Any, Schedule] = {}
         self.held: set[Any] = set()
 
-    def check(self) -> None:
-        """Raise ValueError if costs of operations are given, which chains do not take."""
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise if costs of operations are given, which chains do not take, or an option is."""
+        super().check(options)
         if self.settings.profile != "measured":
             raise ValueError(
                 "the stages of a chain are always measured here: profile= is for graphs, give "
                 'engine="graph"'
             )
-
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that no engine takes: "auto" may hand over to a graph."""
-        if self.settings.engine == self.name:
-            super().check_options(options)
-        check_options(options)
 
     def is_portable(self) -> bool:
         """Return whether a copy of the model shares all state of the stages."""
@@ -130,33 +125,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def algorithm(self) -> DynamicAlgorithm:
         """Algorithm that finds schedules."""
         return self.settings.algorithm or Persistent()
-
-    # -- calls
-
-    def call_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...] | None
-    ) -> Call:
-        """Return the call of a step: a chain takes one input."""
-        given = (*args, *kwargs.values())
-        if len(given) != 1 or kwargs.keys() - {"inputs", "input", "custom_input"}:
-            raise TypeError(
-                f"an nn.Sequential takes one input, got {len(args)} arguments"
-                + (f" and {', '.join(kwargs)}" if kwargs else "")
-            )
-        return Call(given, {}, targets)
-
-    def call_of_sample(self, sample: Any) -> Call:
-        """Return the call with the sample as its input."""
-        return Call.of_sample(sample, is_one=True)
-
-    def prepared(self, call: Call) -> Call:
-        """Return a call with the input as FSDP2 would cast it."""
-        if self._sharding is None:
-            return call
-        self._sharding.prepare()
-        if self._sharding.root is None:
-            return call
-        return replace(call, args=self._sharding.root.cast_inputs(call.args))
 
     def key(self, call: Call) -> Key:
         """Return the kind of a step."""
@@ -181,18 +149,15 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     # -- measuring
 
-    def is_measured(self, key: Key) -> bool:
-        """Return whether the stages were measured on such an input."""
-        return key.measured in self._inspections
-
     def forget(self, measured: Any) -> None:
         """Drop the measure of an input."""
         self._inspections.pop(measured, None)
         self._fitted.discard(measured)
 
-    def device_of(self, key: Key) -> torch.device:
-        """Return the device of the stages."""
-        return self._inspections[key.measured].device
+    def device_of(self, key: Key) -> torch.device | None:
+        """Return the device of the stages; ``None`` before they were measured on such an input."""
+        inspection = self._inspections.get(key.measured)
+        return None if inspection is None else inspection.device
 
     def measure(self, key: Key, call: Call) -> Inspection:
         """Measure every stage on the input of a call."""
@@ -454,10 +419,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
             len(plan.schedule.recomputed),
         )
         return plan
-
-    def result(self, plan: Plan) -> Schedule:
-        """Return the schedule of a plan."""
-        return plan.sequence
 
     def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return step time against limit, for all limits."""

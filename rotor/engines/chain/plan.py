@@ -143,6 +143,11 @@ class Plan(Metered):
         return self.refuted
 
     @property
+    def result(self) -> Sequence:
+        """Schedule of the plan."""
+        return self.sequence
+
+    @property
     def proof(self) -> str:
         """Results of verified steps, as text."""
         if not self.schedule.recomputed:

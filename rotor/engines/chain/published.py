@@ -137,8 +137,8 @@ class PublishedChain:
         return self._planned(mem_limit, mem_slots, GriewankHeterogeneous())
 
     def _within_free_memory(self, algorithm: DynamicAlgorithm) -> Sequence:
-        device = self.device_of(self.context.measured_key())
-        return self._planned(step_limit(device), None, algorithm)
+        key = self.context.measured_key()
+        return self._planned(step_limit(self.device_of(key)), None, algorithm)
 
     def _planned(
         self, limit: int | str, slots: int | None, algorithm: DynamicAlgorithm

@@ -137,6 +137,11 @@ class Sharding:
         self.ranks = Ranks(_group_of(units))
         """Processes that have to run the same plan."""
 
+    def cast(self, args: Any) -> Any:
+        """Return arguments as cast by FSDP2 before the model's forward."""
+        self.prepare()
+        return args if self.root is None else self.root.cast_inputs(args)
+
     def owner(self, slot: core.Slot) -> fsdp.ShardedParameter | None:
         """Return FSDP2's record of the parameter in a slot; ``None`` if it has none."""
         return self._owners.get((id(slot[0]), slot[1]))

@@ -40,13 +40,24 @@ class DynamicEngine(Engine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._by_device: dict[torch.device, DynamicPlan] = {}
+        has_tier = context.settings.offload is not None
+        recomputes = "recomputes, or moves to the second tier," if has_tier else "recomputes"
+        self.fallback = (
+            "no single graph of the model could be captured, so its memory is not planned: the "
+            f"dynamic engine runs it, which evicts and {recomputes} while a step runs."
+        )
 
     @property
     def _is_asked_for(self) -> bool:
         return self.settings.engine == self.name
 
-    def check(self) -> None:
-        """Raise if random numbers may differ, or costs of operations are given."""
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise if the model is sharded, random numbers may differ, or costs are given."""
+        if self._is_asked_for:
+            check_options(dict(options))
+        else:
+            super().check(options)
+        refuse_sharded(self.context.module, "operations")
         if not self.settings.preserve_rng_state:
             raise ValueError(
                 "the dynamic engine always recomputes with the random numbers of the first "
@@ -57,14 +68,6 @@ class DynamicEngine(Engine):
                 "the dynamic engine measures while it runs: profile= is for graphs, give "
                 'engine="graph"'
             )
-
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that `rotor.dtr.budget` does not take."""
-        check_options(dict(options))
-
-    def check_sharding(self) -> None:
-        """Raise if the model is sharded."""
-        refuse_sharded(self.context.module, "operations")
 
     # -- the limit
 
@@ -80,37 +83,25 @@ class DynamicEngine(Engine):
             self.context.check_devices((tensors, args, kwargs))
         return Key(device, ())
 
-    def is_measured(self, key: Key) -> bool:
-        """Return whether steps can run: the engine was asked for, or another has refused them."""
-        return self._is_asked_for or key.measured in self.context.refusals
-
     def forget(self, measured: Any) -> None:
         """Keep everything: this engine has no measures."""
 
-    def device_of(self, key: Key) -> torch.device:
-        """Return the device of such steps."""
-        if self._is_asked_for:
-            device: torch.device = key.measured
-            return device
-        return self.context.refusals[key.measured].device
+    def device_of(self, key: Key) -> torch.device | None:
+        """Return the device of such steps; ``None`` if no other engine has refused them."""
+        if self._is_asked_for or key.measured in self.context.refusals:
+            return self._device_of(key)
+        return None
+
+    def _device_of(self, key: Key) -> torch.device:
+        device: torch.device = key.measured
+        return device if self._is_asked_for else self.context.refusals[key.measured].device
 
     def measure(self, key: Key, call: Call) -> None:
         """Measure nothing: a step shows whether its limit can be kept."""
 
-    def warn_of_fallback(self, reason: str) -> None:
-        """Warn that this engine runs a model that no other engine could plan."""
-        has_tier = self.settings.offload is not None
-        recomputes = "recomputes, or moves to the second tier," if has_tier else "recomputes"
-        self.context.warn(
-            "capture",
-            "no single graph of the model could be captured, so its memory is not planned: the "
-            f"dynamic engine runs it, which evicts and {recomputes} while a step runs. The "
-            f"reason:\n{reason}",
-        )
-
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
         """Return the record of steps on a device, the same for all of them."""
-        device = self.device_of(key)
+        device = self._device_of(key)
         known = self._by_device.get(device)
         if known is not None and known.limit_bytes == limit_bytes:
             return known
@@ -136,7 +127,7 @@ class DynamicEngine(Engine):
     def try_out(self, key: Key, call: Call) -> None:
         """Raise InfeasibleError if a step does not fit in the limit."""
         cancel_running()
-        plan = self._by_device[self.device_of(key)]
+        plan = self._by_device[self._device_of(key)]
         # A step undoes its own writes to tensors: the trial need not guard them.
         given = (call.args, call.kwargs, call.targets)
         with trial(self.context.module, given, plan.device, is_guarded=False) as made:
@@ -252,10 +243,6 @@ class DynamicEngine(Engine):
                 "the loss part of what is managed",
                 MemoryLimitWarning,
             )
-
-    def learn_again(self, plan: DynamicPlan, step: StepBytes) -> None:
-        """Learn as in the first metered steps."""
-        self.learn(plan, step)
 
     def learn_peak(self, plan: DynamicPlan, peak_bytes: int) -> None:
         """Meter the next step if this one was over the limit."""

@@ -48,7 +48,7 @@ class CompiledEngine(GraphEngine):
         """Compare a metered step with the limit; plan for less, or give up Inductor's code."""
         inductor = plan.step.inductor
         assert inductor is not None
-        if not self.context.is_current(plan):
+        if not (plan.awaits_meter and self.context.is_current(plan)):
             super().learn(plan, step)
             return
         if plan.device.type != "cpu":

@@ -36,7 +36,7 @@ from rotor.engines.graph.code.proving import Tally
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import loaded_plan, make_graph_plan
-from rotor.engines.graph.planned import GraphPlan, learn_link, lower_bound_of, repriced
+from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.shape_improving import ShapeImprover
 from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, plan_with_guess
@@ -50,9 +50,6 @@ from rotor.tier.offload import check_device
 from rotor.units import format_bytes
 
 logger = logging.getLogger("rotor")
-
-_MOST_PLANS = 8
-"""Largest number of plans of one kind of step, for sets of existing gradients."""
 
 
 def _call(module: Any, loss_fn: Any, args: Any, kwargs: Any, targets: Any) -> Any:
@@ -93,20 +90,17 @@ class GraphEngine(MeteredEngine):
         self.improver = Improver(context)
         self.shape_improver = ShapeImprover(self.improver)
 
-    def check(self) -> None:
-        """Raise if random numbers may differ, or the profile is invalid."""
-        check_generator(self.context)
-        self.settings.profile = source_of(self.settings.profile)
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise if an option is unknown, random numbers may differ, or the profile is invalid.
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that the planner does not take."""
-        check_options(options)
-
-    def check_sharding(self) -> None:
-        """Raise if the model is sharded, unless its graph was asked for."""
+        A sharded model is refused too, unless its graph was not asked for.
+        """
         settings = self.settings
+        check_options(options)
         if settings.engine != "auto" or settings.backend == "inductor":
             refuse_sharded(self.context.module)
+        check_generator(self.context)
+        settings.profile = source_of(settings.profile)
 
     # -- measuring
 
@@ -115,35 +109,16 @@ class GraphEngine(MeteredEngine):
         takes_numbers = self.backend == "fx" and symbols.takes_numbers()
         return captured_key(self.context, call, takes_numbers=takes_numbers)
 
-    def refined(self, key: Key) -> Key:
-        """Return the key of a plan.
-
-        Once a kind of step has several plans, it is the key of a plan under which every gradient is
-        new.
-        """
-        if key not in self.context.plans and not all(key.absent):
-            known = sum(other.measured == key.measured for other in self.context.plans)
-            if known >= _MOST_PLANS:
-                return Key(key.measured, (True,) * len(key.absent))
-        return key
-
-    def is_measured(self, key: Key) -> bool:
-        """Return whether such a step was captured."""
-        return key.measured in self.steps
-
-    def has_measures(self) -> bool:
-        """Return whether anything was captured."""
-        return bool(self.steps)
-
     def forget(self, measured: Any) -> None:
         """Drop the capture of a kind of step."""
         self.steps.pop(measured, None)
         self.sizing.forget(measured)
         self.improver.forget(measured)
 
-    def device_of(self, key: Key) -> torch.device:
-        """Return the device of such steps."""
-        return self.steps[key.measured].device
+    def device_of(self, key: Key) -> torch.device | None:
+        """Return the device of such steps; ``None`` before they were captured."""
+        step = self.steps.get(key.measured)
+        return None if step is None else step.device
 
     def measure(self, key: Key, call: Call) -> CapturedStep:
         """Capture a step and measure its operations."""
@@ -455,10 +430,6 @@ class GraphEngine(MeteredEngine):
         )
         return plan
 
-    def result(self, plan: GraphPlan) -> Program:
-        """Return the program of a plan."""
-        return plan.program
-
     def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return the curve of `rotor.graph.curve`, as limits of this step."""
         self.improver.settle(key.measured, self.steps[key.measured])
@@ -556,16 +527,11 @@ class GraphEngine(MeteredEngine):
 
     # -- learning
 
-    def expect(self, plan: GraphPlan) -> None:
-        """Have a step planned again if an output has a new gradient, or its tier another speed."""
-        known = plan.step.captured.absent
-        plan.outdated |= known is not None and not plan.step.absent <= known
-        plan.outdated |= learn_link(plan)
-
     def learn(self, plan: Any, step: StepBytes) -> None:
         """Compare a metered step with its plan, for the plans of other shapes too."""
+        is_first = plan.awaits_meter
         super().learn(plan, step)
-        if plan.step.shares_shapes:
+        if is_first and plan.step.shares_shapes:
             predicted = max(plan.predicted_bytes, self.repriced(plan))
             plan.step.note_excess(step.peak_bytes - predicted)
 

@@ -114,6 +114,21 @@ class GraphPlan(Metered):
         """True if an operation of this capture gave other bits when it ran again."""
         return len(self.step.captured.lowered.unrepeatable) != self._known
 
+    @property
+    def result(self) -> Program:
+        """Program of the plan."""
+        return self.program
+
+    def expect(self, context: Any) -> None:
+        """Ask for another plan if an output has a new gradient, or the tier another speed."""
+        known = self.step.captured.absent
+        self.outdated |= known is not None and not self.step.absent <= known
+        layout, offload, link = self.layout, self.step.offload, self.program.link
+        if layout is None or offload is None or link is None or not _is_current(self):
+            return
+        figures = (self.program.waited, self.program.link_time, self.makespan)
+        self.outdated |= follows_link(layout, offload, link, *figures)
+
     def take_code(self, old: GraphPlan) -> None:
         """Take over the functions of another plan of the same program."""
         is_same = old.step is self.step and old.program == self.program
@@ -344,16 +359,6 @@ _WAITED = 0.05
 
 _FASTER = 1.5
 """Ratio of the shown speeds to the planned ones from which a new plan is worth it."""
-
-
-def learn_link(plan: GraphPlan) -> bool:
-    """Return whether a plan is to be made again, between two of its steps, for a new tier speed."""
-    layout, offload, link = plan.layout, plan.step.offload, plan.program.link
-    if layout is None or offload is None or link is None or not _is_current(plan):
-        return False
-    program = plan.program
-    figures = (program.waited, program.link_time, plan.makespan)
-    return follows_link(layout, offload, link, *figures)
 
 
 def follows_link(

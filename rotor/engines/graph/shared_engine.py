@@ -117,6 +117,7 @@ class SharedGraphEngine(GraphEngine):
 
     improves: ClassVar[bool] = False
     follows_shapes: ClassVar[bool] = False
+    ranks_meter_later: ClassVar[bool] = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -125,10 +126,6 @@ class SharedGraphEngine(GraphEngine):
         self._meeting = _Meeting(self._ranks)
         self._forgotten: set[Any] = set()
 
-    def meters_later(self) -> bool:
-        """Return True: ranks agree on the measures of a step before the next step."""
-        return True
-
     # -- measuring
 
     def measure(self, key: Key, call: Call) -> CapturedStep:
@@ -136,7 +133,8 @@ class SharedGraphEngine(GraphEngine):
         before = self.steps.get(key.measured)
         try:
             self._ranks.together(partial(self._measured, key, call))
-            found = [nothing for (nothing,) in self._ranks.exchange_ints(not self.is_measured(key))]
+            is_needless = self.device_of(key) is None
+            found = [nothing for (nothing,) in self._ranks.exchange_ints(is_needless)]
             if any(found):
                 if all(found):
                     raise NothingToPlan

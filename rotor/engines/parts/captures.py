@@ -135,7 +135,7 @@ class Captures:
         offload: Offload | None = None,
     ) -> None:
         self.offload = offload
-        self._device = device
+        self.device = device
         self._price = price
         self._options = options
         self._captures: dict[Any, Capture] = {}
@@ -207,7 +207,7 @@ class Captures:
                 step.capture,
                 step.captured,
                 [],
-                self._device,
+                self.device,
                 step.owners,
                 shape=step,
                 shared=shared or Shared(),
@@ -233,8 +233,8 @@ class Captures:
         try:
             if id(captured) not in self.kinds:
                 owners = owners_of(captured.lowered, found.primals, slots_of(module), arguments)
-                costs = self._price(captured.lowered, self._device, found.primals)
-                kind = Kind(capture, captured, costs, self._device, owners, offload=self.offload)
+                costs = self._price(captured.lowered, self.device, found.primals)
+                kind = Kind(capture, captured, costs, self.device, owners, offload=self.offload)
                 kind.find_programs(self._options)
                 self.kinds[id(captured)] = kind
                 if self._shapes is not None:

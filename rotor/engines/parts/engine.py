@@ -33,7 +33,6 @@ from rotor.engines.parts.pieced import PiecesStep, make_pieces_plan
 from rotor.engines.parts.pieces import Pieces, discover
 from rotor.engines.parts.plan import (
     PartsPlan,
-    expect_additions,
     is_of_additions,
     learn,
     learn_levels,
@@ -41,8 +40,8 @@ from rotor.engines.parts.plan import (
 )
 from rotor.errors import CaptureError
 from rotor.meter.allocator import MeterBusyError
-from rotor.meter.step_meter import StepBytes, StepWatch, cancel_running
-from rotor.meter.watch import LevelWatch, note_peak, sparse_growth, warn_excess, warn_sparse
+from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.meter.watch import note_peak, sparse_growth, warn_excess, warn_sparse
 from rotor.tier.offload import check_device
 
 
@@ -56,7 +55,6 @@ class PartsEngine(MeteredEngine):
         self.pieces: dict[Key, Pieces] = {}
         self._metered: set[Any] = set()
         self._warned_bytes: dict[int, int] = {}
-        self._told = ""
 
     # -- measuring and planning
 
@@ -64,22 +62,15 @@ class PartsEngine(MeteredEngine):
         """Return the kind of a step."""
         return captured_key(self.context, call)
 
-    def is_measured(self, key: Key) -> bool:
-        """Return whether parts were captured, for the existing gradients."""
-        return key in self.pieces
-
-    def has_measures(self) -> bool:
-        """Return whether anything was captured."""
-        return bool(self.pieces)
-
     def forget(self, measured: Any) -> None:
         """Drop the parts of a kind of step."""
         for key in [key for key in self.pieces if key.measured == measured]:
             del self.pieces[key]
 
-    def device_of(self, key: Key) -> torch.device:
-        """Return the device of such steps."""
-        return self.context.refusals[key.measured].device
+    def device_of(self, key: Key) -> torch.device | None:
+        """Return the device of such steps; ``None`` before parts were captured for them."""
+        found = self.pieces.get(key)
+        return None if found is None else found.captures.device
 
     def reason_of(self, key: Key) -> str:
         """Return the reason for which no single graph exists."""
@@ -92,20 +83,16 @@ class PartsEngine(MeteredEngine):
 
     def announce(self, pieces: Pieces, reason: str) -> None:
         """Note the text of the warning that the model runs in parts."""
-        self._told = f"{pieces.describe()} The reason:\n{reason}"
-
-    def warn_of_fallback(self, reason: str) -> None:
-        """Warn, once, that the model runs in parts."""
-        self.context.warn("capture", self._told)
+        self.fallback = pieces.describe()
 
     def measure(self, key: Key, call: Call) -> None:
         """Capture the parts of the model; keep fitting parts of an earlier search."""
         cancel_running()
-        device, reason = self.device_of(key), self.reason_of(key)
+        device, reason = self.context.device_of(call), self.reason_of(key)
         if self.settings.offload is not None:
             check_device(self.settings.offload.tier, device)
         captures = next(
-            (p.captures for other, p in self.pieces.items() if self.device_of(other) == device),
+            (p.captures for p in self.pieces.values() if p.captures.device == device),
             None,
         )
         old = self.pieces.pop(key, None)
@@ -138,9 +125,8 @@ class PartsEngine(MeteredEngine):
 
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Pieces]:
         """Return the fastest choice under a limit."""
-        device, reason = self.device_of(key), self.reason_of(key)
-        pieces, verify = self.pieces[key], self.settings.verify
-        plan = make_pieces_plan(device, reason, pieces, limit_bytes, reserve_bytes, verify)
+        pieces, reason, verify = self.pieces[key], self.reason_of(key), self.settings.verify
+        plan = make_pieces_plan(reason, pieces, limit_bytes, reserve_bytes, verify)
         # Another engine may keep the limit, and is asked before any step goes over it.
         is_renewed = pieces.is_measured and key in self.context.plans
         plan.is_over = plan.predicted_bytes > limit_bytes and not is_renewed
@@ -152,15 +138,8 @@ class PartsEngine(MeteredEngine):
 
     def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return time of the parts against limit."""
-        return parts_curve(self.pieces[key], points), self.device_of(key)
-
-    def expect(self, plan: PartsPlan[Pieces]) -> None:
-        """Plan for sparse gradients that have grown, and for another speed of the tier."""
-        if plan.tier is not None:
-            plan.tier.learn(plan.makespan)
-        more = sparse_growth(plan, self.context.structure.current_parameters())
-        if more:
-            expect_additions(plan, more)
+        pieces = self.pieces[key]
+        return parts_curve(pieces, points), pieces.captures.device
 
     # -- running
 
@@ -182,11 +161,6 @@ class PartsEngine(MeteredEngine):
         is_pending = None if token is None else lambda: token() is not None
         return self.context.with_loss(output, call.targets), is_pending
 
-    def watch(self, plan: PartsPlan[Pieces]) -> StepWatch | None:
-        """Return the observer of the heap between the parts, compared with a metered step."""
-        has_levels = plan.levels and plan.device.type == "cpu"
-        return LevelWatch(self, plan) if has_levels else None
-
     # -- learning
 
     def learn_levels(self, plan: PartsPlan[Pieces], more: dict[str, int]) -> None:
@@ -201,11 +175,18 @@ class PartsEngine(MeteredEngine):
 
     def learn(self, plan: PartsPlan[Pieces], step: StepBytes) -> None:
         """Compare a metered step with its plan, which is renewed if that helps."""
-        plan.measured_timeline = step.timeline
+        is_first = plan.awaits_meter
+        if is_first:
+            plan.measured_timeline = step.timeline
         plan.outdated = learn(plan, step)
         note_peak(plan, step.peak_bytes)
         if is_of_additions(plan):
             warn_sparse(plan, step.peak_bytes)
+            return
+        is_over = step.peak_bytes > plan.limit_bytes
+        if not is_first:
+            warn_excess(plan, step.peak_bytes)
+            plan.is_over = is_over and not plan.outdated
             return
         pieces = plan.parts
         varies = pieces.is_stale or pieces.searches > 1
@@ -216,21 +197,10 @@ class PartsEngine(MeteredEngine):
             warn_excess(plan, step.peak_bytes)
             self._warned_bytes[plan.limit_bytes] = plan.warned_bytes
         self._metered.add(plan.key.measured)
-        is_final = not plan.outdated or plan.meterings >= METERED_STEPS
-        if step.peak_bytes > plan.limit_bytes:
-            plan.is_over = is_final
-            if not is_final:
+        if is_over:
+            plan.is_over = not plan.outdated or plan.meterings >= METERED_STEPS
+            if not plan.is_over:
                 self.warn_early(plan)
-
-    def learn_again(self, plan: PartsPlan[Pieces], step: StepBytes) -> None:
-        """Compare a step that was metered later with its plan."""
-        note_peak(plan, step.peak_bytes)
-        plan.outdated = learn(plan, step)
-        if is_of_additions(plan):
-            warn_sparse(plan, step.peak_bytes)
-            return
-        warn_excess(plan, step.peak_bytes)
-        plan.is_over = step.peak_bytes > plan.limit_bytes and not plan.outdated
 
     def learn_loss(self, plan: PartsPlan[Pieces], step: StepBytes) -> bool:
         """Do nothing: the loss is a part of the code between the parts."""

@@ -28,7 +28,6 @@ from rotor.units import exact_bytes
 
 
 def make_pieces_plan(
-    device: torch.device,
     reason: str,
     pieces: Pieces,
     limit_bytes: int,
@@ -64,7 +63,7 @@ def make_pieces_plan(
     least = least_bytes(options, pieces.bases, most)
     choice = choose_within(options, pieces.bases, limit_bytes - reserve_bytes, most)
     plan = PartsPlan(
-        device,
+        pieces.captures.device,
         reason,
         pieces,
         choice,

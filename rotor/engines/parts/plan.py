@@ -33,6 +33,7 @@ from rotor.graph.assembly import (
 )
 from rotor.graph.program import Program
 from rotor.meter.step_meter import Metered, StepBytes, Verdict
+from rotor.meter.watch import sparse_growth
 from rotor.tier.offload import Offload
 from rotor.units import exact_bytes
 
@@ -178,8 +179,6 @@ class PartsPlan(Metered, Generic[P]):
     least_bytes: int
     """Least limit that could be kept, as far as known."""
     verify: str | int = "first"
-    levels: dict[str, int] = field(default_factory=dict, repr=False)
-    """By mark, the most bytes above the level at which a metered step began."""
     metered: Bases | None = field(default=None, repr=False)
     """Memory beside the parts in the metered steps of this plan."""
     margin_bytes: int = 0
@@ -203,6 +202,16 @@ class PartsPlan(Metered, Generic[P]):
         found = super().verdict
         is_other = self.tier is not None and self.tier.is_outdated
         return Verdict.REPLAN if found is Verdict.KEEP and is_other else found
+
+    def expect(self, context: Any) -> None:
+        """Plan for sparse gradients that have grown, and for another speed of the tier."""
+        if context.peers.ranks is not None:
+            return  # Ranks agree after a step.
+        if self.tier is not None:
+            self.tier.learn(self.makespan)
+        more = sparse_growth(self, context.structure.current_parameters())
+        if more:
+            _expect_additions(self, more)
 
     def kept(self, plan: PartsPlan[P]) -> PartsPlan[P]:
         """Return the plan after this one; this one again where no other was found."""
@@ -426,7 +435,7 @@ def learn_levels(plan: PartsPlan[Any], more: dict[str, int]) -> tuple[int, int]:
     return peaks[0], peaks[1]
 
 
-def expect_additions(plan: PartsPlan[Any], more_bytes: int) -> None:
+def _expect_additions(plan: PartsPlan[Any], more_bytes: int) -> None:
     """Plan for existing sparse gradients, which are copied when new ones are added to them.
 
     `more_bytes` is the size of those beyond the ones of the plan's metered steps. The plan of the

@@ -32,7 +32,6 @@ from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import PartsPlan, learn, parts_curve
 from rotor.engines.peers import SharingRanks
 from rotor.graph.assembly import largest_bases
-from rotor.graph.planner import check_options
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.tier.offload import check_device
@@ -56,14 +55,15 @@ class ShardedBlocksEngine(MeteredEngine):
         super().__init__(context)
         context.peers = SharingRanks(sharding.ranks)
         self._ranks = sharding.ranks
-        self._sharding = sharding
+        self._sharding = context.sharding = sharding
         self._candidates = candidates(context.module, sharding)
         self._measured: dict[Any, Blocks] = {}
         self._blocks: dict[Key, Blocks] = {}
         self._captures: dict[torch.device, Captures] = {}
 
-    def check(self) -> None:
-        """Raise if random numbers may differ, or costs of operations are given."""
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise if an option is unknown, random numbers may differ, or costs are given."""
+        super().check(options)
         check_generator(self.context)
         self.settings.profile = source_of(self.settings.profile)
         if self.settings.profile != MEASURED:
@@ -71,19 +71,7 @@ class ShardedBlocksEngine(MeteredEngine):
                 "the blocks of a sharded model are always measured here: profile= is for graphs"
             )
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that the planner does not take."""
-        check_options(options)
-
     # -- measuring and planning
-
-    def prepared(self, call: Call) -> Call:
-        """Return a call with its arguments as cast by FSDP2."""
-        self._sharding.prepare()
-        if self._sharding.root is None:
-            return call
-        args, kwargs = self._sharding.root.cast_inputs(call.arguments)
-        return replace(call, args=args, kwargs=kwargs)
 
     def key(self, call: Call) -> Key:
         """Return the kind of a step on this rank; ValueError without a tensor to compute with."""
@@ -94,19 +82,16 @@ class ShardedBlocksEngine(MeteredEngine):
         required, absent = self._sharding.parameter_flags()
         return Key((*captured_key(self.context, call).measured[:-1], required), absent)
 
-    def is_measured(self, key: Key) -> bool:
-        """Return whether the blocks were measured."""
-        return key.measured in self._measured
-
     def forget(self, measured: Any) -> None:
         """Drop the measure of a kind of step."""
         self._measured.pop(measured, None)
         for key in [key for key in self._blocks if key.measured == measured]:
             del self._blocks[key]
 
-    def device_of(self, key: Key) -> torch.device:
-        """Return the device of such steps."""
-        return self._measured[key.measured].device
+    def device_of(self, key: Key) -> torch.device | None:
+        """Return the device of such steps; ``None`` before the blocks were measured."""
+        blocks = self._measured.get(key.measured)
+        return None if blocks is None else blocks.device
 
     def measure(self, key: Key, call: Call) -> None:
         """Measure the blocks in training steps without a trace; every rank has to take part."""
