@@ -139,6 +139,11 @@ def versions(value: Any) -> tuple[int, ...]:
 def check_output(name: str, value: Any) -> None:
     """Raise TypeError, with the stage's name, if the output of a stage cannot be passed on."""
     if isinstance(value, torch.Tensor):
+        if value.layout == torch.jagged:
+            raise TypeError(
+                f"stage {name} returned a jagged tensor, whose sizes are known only in a step: "
+                'give the model a padded tensor, or use engine="dynamic"'
+            )
         return
     leaves = core.tree_flatten(value)[0]
     wrong = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -160,3 +161,27 @@ def test_sparse_gradients_that_grow_are_planned_for_and_never_exceed_in_silence(
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad.to_dense(), b.grad.to_dense())
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
+def test_sizes_known_only_in_a_step_run_or_are_refused_in_words(engine: str):
+    def gradients(model: Any, net: nn.Module, batch: torch.Tensor) -> list[torch.Tensor | None]:
+        output = model(batch)
+        (output.values() if output.is_nested else output).square().mean().backward()
+        return [p.grad for p in net.parameters()]
+
+    parts = [torch.ones(rows, WIDTH) for rows in (3, 5)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    marked = torch.ones(8, WIDTH)
+    torch._dynamo.mark_dynamic(marked, 0)
+    for batch in (jagged, marked):
+        plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        net = copy.deepcopy(plain)
+        model = rotor.Checkpointable(net, mem_limit="4MiB", engine=engine)
+        if engine == "graph" or (engine == "chain" and batch is jagged):
+            with pytest.raises((TypeError, rotor.CaptureError), match="known only in a step"):
+                model(batch)
+        else:
+            found, expected = gradients(model, net, batch), gradients(plain, plain, batch)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -59,6 +59,11 @@ _SHARED = (
     "the model writes to an input that shares its memory with another one, which no graph of it "
     "allows for: give the model a clone of one of them"
 )
+_UNSIZED = (
+    "an input has sizes that are known only in a step, such as a jagged tensor, or one that "
+    "torch._dynamo.mark_dynamic has marked: give a padded tensor without marks, or use "
+    'engine="dynamic"'
+)
 _ARGUMENT = re.compile(r"L\['(args|kwargs|targets)'\]")
 
 
@@ -492,6 +497,8 @@ class Capture:
         variables = write_numbers(module) if self._numbers else {}
         lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
         lowered.variables = variables
+        if lowered.symbols and not symbols.are_marked() and not self._numbers:
+            raise CaptureError(_UNSIZED)
         names = region_guards.guarded_names()
         lowered.reads_gradients = region_guards.reads_gradients(names)
         if self.backend == "inductor":
