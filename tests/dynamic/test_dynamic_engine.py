@@ -463,3 +463,36 @@ def test_a_later_forward_may_write_to_what_an_earlier_one_read():
 
     with pytest.warns(MemoryLimitWarning, match="each keeps its own limit"):
         both(model, chk, act)
+
+
+class Tangents(nn.Module):
+    """Values and tangents of layers; the tangents of biases are zeros without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[Row(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, tangent = torch.func.jvp(self.layers, (x,), (torch.ones_like(x),))
+        return (value * tangent).sum()
+
+
+def test_zeros_without_memory_are_evicted_and_proven() -> None:
+    plain = Tangents()
+    net = copy.deepcopy(plain)
+    model = rotor.Checkpointable(net, mem_limit="1500KiB", engine="dynamic", verify="always")
+    for given in (plain, model):
+        given(torch.linspace(-1, 1, 512 * 64).view(512, 64)).backward()
+    assert same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+    assert model.plan.last.stats.evictions > 0
+
+
+def test_operators_that_compile_their_functions_are_refused_in_words() -> None:
+    class Chooses(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    model = rotor.Checkpointable(Chooses(8, 8), mem_limit="1 MB", engine="dynamic")
+    with pytest.raises(RuntimeError, match=r"compiles its functions \(torch.cond"):
+        model(torch.ones(2, 8))
