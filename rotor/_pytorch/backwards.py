@@ -16,16 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from rotor._pytorch import core
 
 core.check(
-    (
-        "_C._autograd._unsafe_set_version_counter",
-        "_C._functorch.is_batchedtensor",
-        "_C._functorch.is_legacy_batchedtensor",
-        "_C._vmapmode_decrement_nesting",
-        "_C._vmapmode_increment_nesting",
-        "_C._will_engine_execute_node",
-        "autograd._unsafe_preserve_version_counter",
-        "utils.hooks.RemovableHandle.next_id",
-    )
+    """
+    _C._autograd._unsafe_set_version_counter _C._functorch.is_batchedtensor
+    _C._functorch.is_legacy_batchedtensor _C._vmapmode_decrement_nesting
+    _C._vmapmode_increment_nesting _C._will_engine_execute_node
+    autograd._unsafe_preserve_version_counter utils.hooks.RemovableHandle.next_id
+    """
 )
 
 

@@ -158,8 +158,8 @@ def noted() -> Iterator[None]:
     # The class and the name of its method differ between versions.
     owner = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
     name = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
-    set_attribute, call_method = getattr(owner, name), TensorVariable.call_method
-    kinds: Any = TensorVariable
+    set_attribute: Any = getattr(owner, name)
+    call_method: Any = TensorVariable.call_method
 
     def is_true(value: Any) -> bool:
         return bool(value.is_python_constant() and value.as_python_constant() is True)
@@ -180,13 +180,11 @@ def noted() -> Iterator[None]:
             return self
         return call_method(self, tx, method, args, kwargs)
 
-    try:
-        setattr(owner, name, noting_set)
-        kinds.call_method = noting_call
+    with (
+        core.replaced(owner, **{name: noting_set}),
+        core.replaced(TensorVariable, call_method=noting_call),
+    ):
         yield
-    finally:
-        setattr(owner, name, set_attribute)
-        kinds.call_method = call_method
 
 
 def _with_gradients(node: fx.Node) -> set[int]:
@@ -215,45 +213,34 @@ def check_outputs(graph: fx.Graph) -> None:
             asked |= values
 
 
-_REQUIRED = (
-    "_dynamo.callback.callback_handler.register_end_callback",
-    "_dynamo.callback.callback_handler.register_start_callback",
-    "_dynamo.config.reorderable_logging_functions",
-    "_dynamo.convert_frame.compile_lock",
-    "_dynamo.eval_frame.cached_backends",
-    "_dynamo.eval_frame.remove_from_cache",
-    "_C._ForceDispatchKeyGuard",
-    "_C._create_function_from_graph",
-    "_C._dispatch_has_kernel_for_dispatch_key",
-    "_dynamo.guards.GuardBuilder.ID_MATCH",
-    "_dynamo.guards.install_guard",
-    "_dynamo.source.RandomValueSource",
-    "_dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table",
-    "_dynamo.utils.numpy_method_wrapper",
-    "_dynamo.utils.numpy_operator_wrapper",
-    "_dynamo.utils.numpy_to_tensor_wrapper",
-    "_dynamo.variables.ConstantVariable.create",
-    "_dynamo.variables.SkipFunctionVariable.call_function",
-    "_dynamo.variables.TensorVariable.as_proxy",
-    "_dynamo.variables.builder.VariableBuilder._type_dispatch",
-    "_dynamo.variables.builder.VariableBuilder._wrap",
-    "_dynamo.variables.builtin.BuiltinVariable",
-    "_dynamo.variables.tensor.TensorVariable.call_method",
-    "_dynamo.variables.misc.DebuggingVariable.call_function",
-    "_dynamo.variables.misc.LoggingLoggerVariable.call_method",
-    "_dynamo.variables.torch.TorchInGraphFunctionVariable.call_function",
-    "_dynamo.variables.torch.tracing_state_functions",
-    "_functorch._aot_autograd.descriptors.BackwardTokenAOTInput",
-    "_functorch._aot_autograd.descriptors.ForwardTokenAOTInput",
-    "_functorch.config.backward_pass_autocast",
-    "_guards.TracingContext.try_get",
-    "_guards.detect_fake_mode",
-    "_higher_order_ops.effects._EffectType.ORDERED",
-    "_higher_order_ops.effects._get_effect",
-    "_higher_order_ops.effects._register_effectful_op",
-    "_higher_order_ops.effects.with_effects",
-    "_prims_common.suggest_memory_format",
-)
+_REQUIRED = """
+    _C._ForceDispatchKeyGuard _C._create_function_from_graph
+    _C._dispatch_has_kernel_for_dispatch_key
+    _dynamo.callback.callback_handler.register_end_callback
+    _dynamo.callback.callback_handler.register_start_callback
+    _dynamo.config.reorderable_logging_functions _dynamo.convert_frame.compile_lock
+    _dynamo.eval_frame.cached_backends _dynamo.eval_frame.remove_from_cache
+    _dynamo.guards.GuardBuilder.ID_MATCH _dynamo.guards.install_guard
+    _dynamo.source.RandomValueSource
+    _dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table
+    _dynamo.utils.numpy_method_wrapper _dynamo.utils.numpy_operator_wrapper
+    _dynamo.utils.numpy_to_tensor_wrapper _dynamo.variables.ConstantVariable.create
+    _dynamo.variables.SkipFunctionVariable.call_function
+    _dynamo.variables.TensorVariable.as_proxy
+    _dynamo.variables.builder.VariableBuilder._type_dispatch
+    _dynamo.variables.builder.VariableBuilder._wrap _dynamo.variables.builtin.BuiltinVariable
+    _dynamo.variables.misc.DebuggingVariable.call_function
+    _dynamo.variables.misc.LoggingLoggerVariable.call_method
+    _dynamo.variables.tensor.TensorVariable.call_method
+    _dynamo.variables.torch.TorchInGraphFunctionVariable.call_function
+    _dynamo.variables.torch.tracing_state_functions
+    _functorch._aot_autograd.descriptors.BackwardTokenAOTInput
+    _functorch._aot_autograd.descriptors.ForwardTokenAOTInput
+    _functorch.config.backward_pass_autocast _guards.TracingContext.try_get
+    _guards.detect_fake_mode _higher_order_ops.effects._EffectType.ORDERED
+    _higher_order_ops.effects._get_effect _higher_order_ops.effects._register_effectful_op
+    _higher_order_ops.effects.with_effects _prims_common.suggest_memory_format
+"""
 
 LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
 """Operator that raises the errors of others, which are among their results."""

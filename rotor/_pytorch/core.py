@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 import traceback
@@ -19,7 +20,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rotor._pytorch import devices
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Have attributes of a class, a module or an object hold these values in the context."""
+    before = {name: inspect.getattr_static(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
 
 # -- modules, hooks, nested values
 
@@ -29,16 +42,18 @@ NOTHING = nullcontext()
 """Context that does nothing."""
 
 
+def _slots(slots: dict[str, Any]) -> list[Slot]:
+    return [(slots, name) for name, value in slots.items() if value is not None]
+
+
 def parameter_slots(module: nn.Module) -> list[Slot]:
     """Return the slots of a module's own parameters: (its dictionary, the name)."""
-    slots = module._parameters
-    return [(slots, name) for name, value in slots.items() if value is not None]
+    return _slots(module._parameters)
 
 
 def buffer_slots(module: nn.Module) -> list[Slot]:
     """Return the slots of a module's own buffers: (its dictionary, the name)."""
-    slots = module._buffers
-    return [(slots, name) for name, value in slots.items() if value is not None]
+    return _slots(module._buffers)
 
 
 def value_in(slot: Slot) -> Any:
@@ -65,9 +80,8 @@ def child_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
-def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dictionary in which a module keeps its children."""
-    return module._modules
+child_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""Function that returns the dictionary in which a module keeps its children."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -135,9 +149,8 @@ def tree_flatten_with_path(value: Any) -> tuple[list[Any], Any]:
     return _pytree.tree_flatten_with_path(value, _is_size)
 
 
-def tree_unflatten(leaves: Iterable[Any], spec: Any) -> Any:
-    """Return the nested value of this structure with these leaves."""
-    return _pytree.tree_unflatten(leaves, spec)
+tree_unflatten = _pytree.tree_unflatten
+"""Function that returns the nested value of a structure with these leaves."""
 
 
 def parts_of(value: Any) -> tuple[list[Any], Any] | None:
@@ -211,8 +224,7 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 def places_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return plain tensors with aliases of their memory."""
-    plain = (torch.Tensor, torch.nn.Parameter)
-    found = [t for t in tensors if type(t) in plain and t.layout == torch.strided]
+    found = [t for t in tensors if type(t) in _PLAIN_TYPES and t.layout == torch.strided]
     return [] if in_functorch() else [(tensor, tensor.detach()) for tensor in found]
 
 
@@ -231,9 +243,14 @@ def storage_reference(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def saving_hooks() -> Any:
+    """Return the functions with which autograd currently packs and unpacks saved tensors."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def packs_with(pack: Callable[..., Any]) -> bool:
     """Return whether autograd currently packs saved tensors with `pack`."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saving_hooks()
     return hooks is not None and hooks[0] is pack
 
 
@@ -257,7 +274,7 @@ def is_operator(target: Any) -> bool:
 
 def schema_arguments(target: Any) -> list[Any]:
     """Return the arguments that an operator declares; none for other targets."""
-    return list(target._schema.arguments) if isinstance(target, torch._ops.OpOverload) else []
+    return list(target._schema.arguments) if is_operator(target) else []
 
 
 def schema_return_names(target: Any) -> list[str]:
@@ -379,9 +396,8 @@ def compiled_node(outputs: Iterable[torch.Tensor]) -> Any:
 _NODES_SEARCHED = 64
 
 
-def keeps_graph() -> bool:
-    """Return whether the running backward was asked to keep its graph."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Function that returns whether the running backward was asked to keep its graph."""
 
 
 def splits_backward(parameters: Iterable[torch.Tensor]) -> bool:
@@ -399,16 +415,6 @@ def splits_backward(parameters: Iterable[torch.Tensor]) -> bool:
     except RuntimeError:
         # PyTorch does not expose the leaves that torch.autograd.grad was asked for.
         return False
-
-
-def get_generator_state(device: torch.device) -> torch.Tensor:
-    """Return the state of a device's default generator."""
-    return devices.generator_of(device).get_state()
-
-
-def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of a device's default generator."""
-    devices.generator_of(device).set_state(state)
 
 
 def _history() -> Any:
@@ -436,31 +442,22 @@ def dump_snapshot(path: Path) -> None:
 
 SUPPORTED = "PyTorch 2.11 to 2.14"
 
-_REQUIRED = (
-    "_C._current_graph_task_id",
-    "_C._functorch.peek_interpreter_stack",
-    "_C._dynamo.eval_frame.set_code_exec_strategy",
-    "_C._is_any_autocast_enabled",
-    "_C._autograd._get_current_graph_task_keep_graph",
-    "_C._autograd._profiler_enabled",
-    "_C._autograd._top_saved_tensors_default_hooks",
-    "_C._set_grad_enabled",
-    "_C._will_engine_execute_node",
-    "Tensor._is_zerotensor",
-    "autograd.Variable._execution_engine.queue_callback",
-    "autograd.Variable._execution_engine.run_backward",
-    "autograd.forward_ad._current_level",
-    "utils._python_dispatch.is_traceable_wrapper_subclass",
-    "utils._pytree.tree_flatten",
-    "utils._pytree.tree_flatten_with_path",
-    "utils._pytree.tree_unflatten",
-)
+_REQUIRED = """
+    Tensor._is_zerotensor _C._autograd._get_current_graph_task_keep_graph
+    _C._autograd._profiler_enabled _C._autograd._top_saved_tensors_default_hooks
+    _C._current_graph_task_id _C._dynamo.eval_frame.set_code_exec_strategy
+    _C._functorch.peek_interpreter_stack _C._is_any_autocast_enabled _C._set_grad_enabled
+    _C._will_engine_execute_node autograd.Variable._execution_engine.queue_callback
+    autograd.Variable._execution_engine.run_backward autograd.forward_ad._current_level
+    utils._python_dispatch.is_traceable_wrapper_subclass utils._pytree.tree_flatten
+    utils._pytree.tree_flatten_with_path utils._pytree.tree_unflatten
+"""
 
 
-def check(required: Iterable[str] = _REQUIRED) -> None:
-    """Raise ImportError if a private name that rotor needs is missing."""
+def check(required: str | Iterable[str] = _REQUIRED) -> None:
+    """Raise ImportError if a private name that rotor needs is missing; a text has several."""
     missing = []
-    for name in required:
+    for name in required.split() if isinstance(required, str) else required:
         try:
             attrgetter(name)(torch)
         except AttributeError:
@@ -491,26 +488,26 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def profiler_enabled_here() -> bool:
-    """Return whether a profiler is recording in this thread."""
-    return bool(torch._C._autograd._profiler_enabled())
+profiler_enabled_here = torch._C._autograd._profiler_enabled
+"""Function that returns whether a profiler is recording in this thread."""
 
 
-class _BackwardEnd:
+class BackwardEnd:
     """Callback of the engine on success of a backward, dropped when the backward returns.
 
     Changes of the thread's state by a final callback of the engine, such as an ended profiler, are
     undone when the callback returns. The engine drops its callbacks after that, on failure too.
+    Where `at_once` returns True, `done` is called by the callback itself.
     """
 
     _next: Callable[[], object] | None
 
-    def __init__(self, done: Callable[[], object], failed: Any, at_once: bool) -> None:
+    def __init__(self, done: Callable[[], object], failed: Any, at_once: Any) -> None:
         self._next, self._done, self._at_once = failed, done, at_once
 
     def __call__(self) -> None:
         self._next = self._done
-        if self._at_once or not profiler_enabled_here():
+        if self._at_once():
             self._run()
 
     def _run(self) -> None:
@@ -531,7 +528,8 @@ def at_end_of_backward(
     it; otherwise, and `at_once`, `done` is called as the backward's last act. An exception raised
     by either is reported as unraisable. Raises RuntimeError if no backward is running.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(done, failed, at_once))
+    end = BackwardEnd(done, failed, lambda: at_once or not profiler_enabled_here())
+    torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
 def check_after_backward(check: Callable[[], object]) -> None:
@@ -541,7 +539,7 @@ def check_after_backward(check: Callable[[], object]) -> None:
 
 def in_checkpoint() -> bool:
     """Return whether a ``torch.utils.checkpoint`` that is not reentrant is running."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saving_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
@@ -565,11 +563,13 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def rank() -> int:
     """Return the number of this process among those that train together; 0 if it trains alone."""
-    distributed = torch.distributed
-    is_ready = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_rank() if is_ready else 0
+    return torch.distributed.get_rank() if _has_ranks() else 0
 
 
 def default_store() -> Any:
@@ -579,11 +579,7 @@ def default_store() -> Any:
 
 def is_distributed() -> bool:
     """Return whether this process trains with others."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    return _has_ranks() and torch.distributed.get_world_size() > 1
 
 
 def in_pipeline() -> bool:
@@ -591,11 +587,7 @@ def in_pipeline() -> bool:
 
     A send in flight when a profiler ends is reported to the profiler later, in freed memory.
     """
-    return (
-        "torch.distributed.pipelining" in sys.modules
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    )
+    return "torch.distributed.pipelining" in sys.modules and _has_ranks()
 
 
 check()

@@ -71,9 +71,8 @@ def reserve_like(x: Any) -> Any:
 
 
 core.check(
-    (
-        "_C._BatchNormBackend",
-        "_C._get_cudnn_batch_norm_reserve_space_size",
-        "_C._select_batch_norm_backend",
-    )
+    """
+    _C._BatchNormBackend _C._get_cudnn_batch_norm_reserve_space_size
+    _C._select_batch_norm_backend
+    """
 )

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +16,21 @@ from torch.utils import _device, _python_dispatch
 
 from rotor._pytorch import core, devices
 
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other storage has while this one lives."""
-    return storage._cdata  # type: ignore[no-any-return]
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Function that returns a number that no other storage has while this one lives."""
 
 
-def graph_task() -> int:
-    """Return the number of the backward that runs in this thread, -1 for none."""
-    return torch._C._current_graph_task_id()
+graph_task = torch._C._current_graph_task_id
+"""Function that returns the number of the backward that runs in this thread, -1 for none."""
+
+current_node = torch._C._current_autograd_node
+"""Function that returns the node of autograd that runs in this thread."""
+
+without_modes: Any = torch._C._DisableTorchDispatch
+"""Context in which no mode or subclass sees operators."""
+
+without_functions: Any = torch._C.DisableTorchFunction
+"""Context in which no mode or subclass sees functions of PyTorch."""
 
 
 def keys_kept() -> AbstractContextManager[object]:
@@ -59,17 +66,7 @@ def in_batched_backward() -> bool:
     return max(torch._C._vmapmode_increment_nesting(), torch._C._vmapmode_decrement_nesting()) > 1
 
 
-class BelowAutograd:
-    """Context in which operators do not see autograd or autocast."""
-
-    def __enter__(self) -> None:
-        self._guards = (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
-
-    def __exit__(self, *_: object) -> None:
-        del self._guards
-
-
-def _below_autograd() -> Any:
+def below_autograd() -> Any:
     """Return an object during whose life operators do not see autograd or autocast."""
     return (torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast())
 
@@ -79,11 +76,6 @@ def unconjugated(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch
     if conjugate:
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if negative else tensor
-
-
-def dispatch_modes() -> int:
-    """Return the number of modes that see the operators dispatched by this thread."""
-    return torch._C._len_torch_dispatch_stack()
 
 
 def callers_mode() -> str:
@@ -103,11 +95,6 @@ def callers_mode() -> str:
     return found[-1] if found else ""
 
 
-def without_modes() -> Any:
-    """Return a context in which no mode or subclass sees operators."""
-    return torch._C._DisableTorchDispatch()
-
-
 FakeTensor = torch._subclasses.FakeTensor
 
 
@@ -115,11 +102,6 @@ def innermost_modes() -> tuple[Any, Any]:
     """Return the innermost active modes, of operators and of functions."""
     functions = overrides._get_current_function_mode_stack()
     return _python_dispatch._get_current_dispatch_mode(), functions[-1] if functions else None
-
-
-def without_functions() -> Any:
-    """Return a context in which no mode or subclass sees functions of PyTorch."""
-    return torch._C.DisableTorchFunction()
 
 
 @contextmanager
@@ -137,11 +119,8 @@ def backwards_within(
         with mode if threading.get_ident() == owner else joins(outputs):
             return run(outputs, *args, **kwargs)
 
-    autograd._engine_run_backward = run_within  # type: ignore[assignment,attr-defined]
-    try:
+    with core.replaced(autograd, _engine_run_backward=run_within):
         yield
-    finally:
-        autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 class Backward(NamedTuple):
@@ -236,11 +215,6 @@ def _edges(roots: tuple[Any, ...], node: Any) -> tuple[dict[int, int], bool]:
     return counts, node in seen
 
 
-def current_node() -> Any:
-    """Return the node of autograd that runs in this thread."""
-    return torch._C._current_autograd_node()
-
-
 class DispatchMode(_python_dispatch.TorchDispatchMode):
     """Mode whose handler is called without the wrapper that keeps dynamo out of it."""
 
@@ -301,11 +275,6 @@ def write_flags(flags: tuple[Any, ...]) -> None:
     torch._C._set_cudnn_deterministic(deterministic)
     _BLAS.matmul.allow_fp16_reduced_precision_reduction = half
     _BLAS.matmul.allow_bf16_reduced_precision_reduction = bfloat16
-
-
-def saving_hooks() -> Any:
-    """Return the functions with which autograd currently packs and unpacks saved tensors."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def default_device() -> torch.device | None:
@@ -392,7 +361,8 @@ def _sole_owners() -> tuple[int, int, int] | None:
 
 def sole_owners() -> tuple[int, int, int] | None:
     """Return `_sole_owners` outside of modes, transforms and backwards; ``None`` within."""
-    return None if dispatch_modes() or graph_task() >= 0 or in_functorch() else _sole_owners()
+    is_seen = torch._C._len_torch_dispatch_stack() or graph_task() >= 0 or core.in_functorch()
+    return None if is_seen else _sole_owners()
 
 
 def is_engines(tensor: torch.Tensor) -> bool:
@@ -401,7 +371,7 @@ def is_engines(tensor: torch.Tensor) -> bool:
     Without a mode the engine adds to such a term in place; with one it makes a new tensor.
     """
     owners = _sole_owners()
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_node()
     return (
         owners is not None
         and node is not None
@@ -411,13 +381,9 @@ def is_engines(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def _data_types() -> tuple[torch.dtype, ...]:
-    return tuple(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype))
-
-
-@cache
 def _integer_types() -> tuple[torch.dtype, ...]:
-    plain = (t for t in _data_types() if not t.is_floating_point and not t.is_complex)
+    kinds = {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+    plain = (t for t in kinds if not t.is_floating_point and not t.is_complex)
     return tuple(t for t in plain if t is not torch.bool)
 
 
@@ -441,13 +407,6 @@ def _dlpack_types() -> dict[torch.dtype, int]:
     }
 
 
-def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return a copy of a storage."""
-    copy = torch.UntypedStorage(storage.nbytes(), device=storage.device)
-    copy.copy_(storage)
-    return copy
-
-
 def handler_parts(device: torch.device) -> tuple[Any, ...]:
     """Return the parts of PyTorch that `rotor._core.Handler` needs (bind_dtr_private.h)."""
     return (
@@ -467,9 +426,9 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
         (torch.dtype, torch.layout, torch.device, torch.memory_format),
         torch.empty,
         core.set_grad_enabled,
-        _below_autograd,
+        below_autograd,
         unconjugated,
-        _copy,
+        torch.UntypedStorage.clone,
         is_engines,
         -1 if (owners := sole_owners()) is None else owners[0],
         _integer_types(),
@@ -481,40 +440,21 @@ def handler_parts(device: torch.device) -> tuple[Any, ...]:
 batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
-def schema_of(function: Any) -> Any:
-    """Return the declared arguments and results of an operator."""
-    return function._schema
-
-
-in_functorch = core.in_functorch
+schema_of = attrgetter("_schema")
+"""Function that returns the declared arguments and results of an operator."""
 
 
 core.check(
-    (
-        "_C._AutoDispatchBelowAutograd",
-        "_C._autograd._top_saved_tensors_default_hooks",
-        "_C._get_fp32_precision_getter",
-        "utils._device.CURRENT_DEVICE",
-        "_C._set_fp32_precision_setter",
-        "_C._DisableAutocast",
-        "_C._DisableTorchDispatch",
-        "_C._is_torch_function_mode_enabled",
-        "_C.DisableTorchFunction",
-        "autograd._engine_run_backward",
-        "overrides._get_current_function_mode_stack",
-        "utils._python_dispatch._get_current_dispatch_mode",
-        "utils._python_dispatch._get_current_dispatch_mode_stack",
-        "_C._current_autograd_node",
-        "_C._len_torch_dispatch_stack",
-        "_C._dispatch_tls_local_include_set",
-        "_C._dispatch_tls_local_exclude_set",
-        "_C._ForceDispatchKeyGuard",
-        "Tensor._use_count",
-        "_C._autograd._top_saved_tensors_default_hooks",
-        "_C._vmapmode_increment_nesting",
-        "_C._vmapmode_decrement_nesting",
-        "_conj",
-        "_neg_view",
-        "ops.aten._native_batch_norm_legit.no_stats",
-    )
+    """
+    Tensor._use_count _C.DisableTorchFunction _C._AutoDispatchBelowAutograd _C._DisableAutocast
+    _C._DisableTorchDispatch _C._ForceDispatchKeyGuard
+    _C._autograd._top_saved_tensors_default_hooks _C._current_autograd_node
+    _C._dispatch_tls_local_exclude_set _C._dispatch_tls_local_include_set
+    _C._get_fp32_precision_getter _C._is_torch_function_mode_enabled
+    _C._len_torch_dispatch_stack _C._set_fp32_precision_setter _C._vmapmode_decrement_nesting
+    _C._vmapmode_increment_nesting _conj _neg_view autograd._engine_run_backward
+    ops.aten._native_batch_norm_legit.no_stats overrides._get_current_function_mode_stack
+    utils._device.CURRENT_DEVICE utils._python_dispatch._get_current_dispatch_mode
+    utils._python_dispatch._get_current_dispatch_mode_stack
+    """
 )

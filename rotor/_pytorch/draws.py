@@ -11,8 +11,8 @@ import functools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -99,9 +99,8 @@ class Draws:
         """Forget the states that the generators had before the call."""
         self._before.clear()
 
-    @contextmanager
-    def drawn_anew(self) -> Iterator[None]:
-        """Have captures in the context draw in each call."""
+    def drawn_anew(self) -> AbstractContextManager[None]:
+        """Return a context in which captures draw in each call."""
         from torch._dynamo.variables.builder import VariableBuilder
 
         wrap, kinds = VariableBuilder._wrap, _kinds()
@@ -114,12 +113,7 @@ class Draws:
                 return _variables()[1](self, generator, value.__name__, source=builder.source)
             return wrap(builder, value)
 
-        owner: Any = VariableBuilder
-        owner._wrap = wrapped
-        try:
-            yield
-        finally:
-            owner._wrap = wrap
+        return core.replaced(VariableBuilder, _wrap=wrapped)
 
     def input(self, tx: Any, generator: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Return the variable of a drawn number, or array, of the code that is being captured."""
@@ -153,17 +147,15 @@ class Draws:
         )
 
 
-@contextmanager
-def cached_draws_refused() -> Iterator[None]:
-    """Have captures refuse calls of functions with a cache of results that draw random numbers.
+def cached_draws_refused() -> AbstractContextManager[None]:
+    """Return a context in which captures refuse calls of functions with a cache that draw numbers.
 
     A graph draws in every call, and such a function once.
     """
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 
-    owner: Any = WrapperUserFunctionVariable
-    call = owner.call_function
+    call: Any = WrapperUserFunctionVariable.call_function
 
     def refusing(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         before = _draws_of(tx.output)
@@ -177,11 +169,7 @@ def cached_draws_refused() -> Iterator[None]:
             )
         return result
 
-    owner.call_function = refusing
-    try:
-        yield
-    finally:
-        owner.call_function = call
+    return core.replaced(WrapperUserFunctionVariable, call_function=refusing)
 
 
 def _draws_of(captured: Any) -> int:

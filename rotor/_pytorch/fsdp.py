@@ -14,20 +14,17 @@ from torch import nn
 
 from rotor._pytorch import core
 
-_REQUIRED = (
-    "distributed._composable_state._module_state_mapping",
-    "distributed.fsdp.FSDPModule._get_fsdp_state",
-    "distributed.fsdp.FSDPModule.reshard",
-    "distributed.fsdp.FSDPModule.unshard",
-    "distributed.fsdp._fully_shard._fsdp_common.TrainingState.IDLE",
-    "distributed.fsdp._fully_shard._fsdp_param.FSDPParam.all_gather_inputs",
-    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.lazy_init",
-    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard",
-    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard",
-    "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard",
-    "distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
-    "distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext",
-)
+_REQUIRED = """
+    distributed._composable_state._module_state_mapping
+    distributed.fsdp.FSDPModule._get_fsdp_state distributed.fsdp.FSDPModule.reshard
+    distributed.fsdp.FSDPModule.unshard
+    distributed.fsdp._fully_shard._fsdp_common.TrainingState.IDLE
+    distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.lazy_init
+    distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.reshard
+    distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.unshard
+    distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.wait_for_unshard
+    distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init
+"""
 _MANAGED = "_is_fsdp_managed_module"
 
 

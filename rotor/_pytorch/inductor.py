@@ -14,22 +14,16 @@ from torch import fx
 
 from rotor._pytorch import core
 
-_REQUIRED = (
-    "_guards.TracingContext.report_output_strides",
-    "_guards.tracing",
-    "_inductor.choices.InductorChoices.can_fuse_horizontal",
-    "_inductor.compile_fx.compile_fx_inner",
-    "_inductor.config.patch",
-    "_inductor.cpp_builder.get_cpp_compiler",
-    "_inductor.decomposition.select_decomp_table",
-    "_inductor.exc.InvalidCxxCompiler",
-    "_inductor.fx_passes.joint_graph.joint_graph_passes",
-    "_inductor.virtualized.V.set_choices_handler",
-    "_inductor.virtualized.V.set_fake_mode",
-    "fx.passes.fake_tensor_prop.FakeTensorProp",
-    "ops.prims.inductor_force_stride_order.default",
-    "ops.prims.inductor_seeds.default",
-)
+_REQUIRED = """
+    _guards.TracingContext.report_output_strides _guards.tracing
+    _inductor.choices.InductorChoices.can_fuse_horizontal _inductor.compile_fx.compile_fx_inner
+    _inductor.config.patch _inductor.cpp_builder.get_cpp_compiler
+    _inductor.decomposition.select_decomp_table _inductor.exc.InvalidCxxCompiler
+    _inductor.fx_passes.joint_graph.joint_graph_passes
+    _inductor.virtualized.V.set_choices_handler _inductor.virtualized.V.set_fake_mode
+    fx.passes.fake_tensor_prop.FakeTensorProp ops.prims.inductor_force_stride_order.default
+    ops.prims.inductor_seeds.default
+"""
 
 
 _TRITON = frozenset({"cuda", "xpu"})

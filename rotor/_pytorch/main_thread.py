@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from rotor import _core
+from rotor._pytorch import core
 
 logger = logging.getLogger("rotor")
 
@@ -27,38 +29,6 @@ def call_soon(function: Callable[[], object]) -> None:
         logger.warning("the main thread has too many calls to make: a step is not measured")
 
 
-class _BackwardReturn:
-    """Callback of the engine that acts in the main thread once a backward has returned."""
-
-    def __init__(
-        self,
-        last: Callable[[], object],
-        done: Callable[[], object],
-        failed: Callable[[], object],
-    ) -> None:
-        self._last, self._done = last, done
-        self._next: Callable[[], object] | None = failed
-
-    def __call__(self) -> None:
-        self._last()
-        self._next = self._done
-        if not is_current():
-            self._call()
-
-    def _call(self) -> None:
-        following, self._next = self._next, None
-        if following is not None:
-            call_soon(following)
-
-    def __del__(self) -> None:
-        if not is_current():
-            self._call()
-            return
-        following, self._next = self._next, None
-        if following is not None:
-            following()
-
-
 def at_return_of_backward(
     last: Callable[[], object], done: Callable[[], object], failed: Callable[[], object]
 ) -> None:
@@ -68,4 +38,16 @@ def at_return_of_backward(
     cannot end: `last` is called in whatever thread the backward ends, `done` in the main thread, or
     `failed` if the backward raises. Raises RuntimeError if no backward is running.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(_BackwardReturn(last, done, failed))
+
+    def run(function: Callable[[], object]) -> None:
+        if is_current():
+            function()
+        else:
+            call_soon(function)
+
+    def has_ended_elsewhere() -> bool:
+        last()
+        return not is_current()
+
+    end = core.BackwardEnd(partial(run, done), partial(run, failed), has_ended_elsewhere)
+    torch.autograd.Variable._execution_engine.queue_callback(end)

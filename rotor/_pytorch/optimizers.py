@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rotor._pytorch import core
+from rotor._pytorch.fsdp import local
 
 ASSUMED = ("Adam", 2)
 """Optimizer that is assumed before one is seen, and its states per parameter."""
@@ -86,7 +87,7 @@ def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tu
             held |= own
     others = [p for p in parameters if id(p) not in held and p.device == device]
     if others:
-        total += ASSUMED[1] * sum(_local(p).nbytes for p in others if p.requires_grad)
+        total += ASSUMED[1] * sum(local(p).nbytes for p in others if p.requires_grad)
         names.append(ASSUMED[0])
     return total, " and ".join(dict.fromkeys(names))
 
@@ -100,17 +101,11 @@ def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded parameter, or the parameter."""
-    found: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
-    return found
-
-
 def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
     total = 0
     for group in optimizer.param_groups:
         missing = Counter(
-            (_local(p).shape, p.dtype)
+            (local(p).shape, p.dtype)
             for p in group["params"]
             if p.requires_grad and p.device == device and not optimizer.state.get(p)
         )

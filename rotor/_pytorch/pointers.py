@@ -132,11 +132,8 @@ def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 core.check(
-    (
-        "_C._DisableTorchDispatch",
-        "_C._construct_storage_from_data_pointer",
-        "_C._set_throw_on_mutable_data_ptr",
-        "_C._to_dlpack",
-        "autograd.profiler._is_profiler_enabled",
-    )
+    """
+    _C._DisableTorchDispatch _C._construct_storage_from_data_pointer
+    _C._set_throw_on_mutable_data_ptr _C._to_dlpack autograd.profiler._is_profiler_enabled
+    """
 )

@@ -343,23 +343,15 @@ _BLOCK = attrgetter("ptr", "alloc_size")
 _BLOCK_AND_TOTAL = attrgetter("ptr", "alloc_size", "total_allocated")
 
 core.check(
-    (
-        "_C._autograd._disable_profiler",
-        "_C._autograd._enable_profiler",
-        "_C._autograd._prepare_profiler",
-        "_C._autograd._record_function_with_args_enter",
-        "_C._autograd._record_function_with_args_exit",
-        "_C._get_privateuse1_backend_name",
-        "_C._profiler.ProfilerActivity.CPU",
-        "_C._profiler.ProfilerConfig",
-        "_C._profiler.ProfilerState.KINETO",
-        "_C._profiler.RecordScope.USER_SCOPE",
-        "_C._profiler._ExperimentalConfig",
-        "_C._profiler._ExtraFields_Allocation.alloc_size",
-        "_C._profiler._ExtraFields_Allocation.ptr",
-        "_C._profiler._ExtraFields_Allocation.total_allocated",
-        "_C._profiler._ProfilerEvent.start_time_ns",
-        "autograd.profiler.KinetoStepTracker._step_dict",
-        "autograd.profiler._is_profiler_enabled",
-    )
+    """
+    _C._autograd._disable_profiler _C._autograd._enable_profiler _C._autograd._prepare_profiler
+    _C._autograd._record_function_with_args_enter _C._autograd._record_function_with_args_exit
+    _C._get_privateuse1_backend_name _C._profiler.ProfilerActivity.CPU
+    _C._profiler.ProfilerConfig _C._profiler.ProfilerState.KINETO
+    _C._profiler.RecordScope.USER_SCOPE _C._profiler._ExperimentalConfig
+    _C._profiler._ExtraFields_Allocation.alloc_size _C._profiler._ExtraFields_Allocation.ptr
+    _C._profiler._ExtraFields_Allocation.total_allocated
+    _C._profiler._ProfilerEvent.start_time_ns autograd.profiler.KinetoStepTracker._step_dict
+    autograd.profiler._is_profiler_enabled
+    """
 )

@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial, partialmethod
 from typing import Any
 
@@ -28,7 +28,6 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rotor._pytorch import captures, core
-from rotor._pytorch import captures as asked_gradients
 from rotor._pytorch.draws import Draws, cached_draws_refused
 from rotor._pytorch.scripts import functions_run_whole
 
@@ -48,9 +47,8 @@ def said_later() -> Iterator[None]:
     from torch._dynamo.variables import ConstantVariable, TensorVariable
     from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable
 
-    functions: Any = DebuggingVariable
-    loggers: Any = LoggingLoggerVariable
-    call_function, call_method = functions.call_function, loggers.call_method
+    call_function: Any = DebuggingVariable.call_function
+    call_method: Any = LoggingLoggerVariable.call_method
 
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         is_warning = self.value is warnings.warn
@@ -75,11 +73,11 @@ def said_later() -> Iterator[None]:
                 return said or call_method(self, tx, name, args, kwargs)
         return ConstantVariable.create(None)
 
-    functions.call_function, loggers.call_method = call, method
-    try:
+    with (
+        core.replaced(DebuggingVariable, call_function=call),
+        core.replaced(LoggingLoggerVariable, call_method=method),
+    ):
         yield
-    finally:
-        functions.call_function, loggers.call_method = call_function, call_method
 
 
 def _say(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
@@ -135,7 +133,7 @@ def _warn(
     warnings.warn_explicit(message, kind, filename, line, module, registry)
 
 
-core.check(("utils._python_dispatch._disable_current_modes",))
+core.check("utils._python_dispatch._disable_current_modes")
 
 _JUMPS = [n for name, n in dis.opmap.items() if name.startswith("POP_JUMP") and "NONE" not in name]
 
@@ -282,7 +280,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         # A backward is outside of the autocast of its forward.
         of_backwards.patch(backward_pass_autocast="off"),
         warnings.catch_warnings(),
-        asked_gradients.noted(),
+        captures.noted(),
         captures.checks_kept(),
         _answered_by(branches),
         functions_run_whole(),
@@ -311,8 +309,7 @@ def _answered_by(branches: Branches) -> Iterator[None]:
     from torch._dynamo.variables import torch as variables
 
     asked = {f for f, answer in variables.tracing_state_functions().items() if answer}
-    owners: list[Any] = [variables.TorchInGraphFunctionVariable, SkipFunctionVariable]
-    calls = [owner.call_function for owner in owners]
+    owners = variables.TorchInGraphFunctionVariable, SkipFunctionVariable
 
     def answered(call: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         caller = str(tx.f_globals.get("__name__", ""))
@@ -323,13 +320,11 @@ def _answered_by(branches: Branches) -> Iterator[None]:
                 return ConstantVariable.create(False)
         return call(self, tx, args, kwargs)
 
-    for owner, call in zip(owners, calls, strict=True):
-        owner.call_function = partialmethod(partial(answered, call))
-    try:
+    with ExitStack() as entered:
+        for owner in owners:
+            asking = partialmethod(partial(answered, owner.call_function))
+            entered.enter_context(core.replaced(owner, call_function=asking))
         yield
-    finally:
-        for owner, call in zip(owners, calls, strict=True):
-            owner.call_function = call
 
 
 @contextmanager
@@ -407,53 +402,41 @@ class CapturingAgain:
             self._entered = None
 
 
-@contextmanager
-def _bounded_deques() -> Iterator[None]:
-    """Have deques from outside of the captured code keep their greatest length."""
+def _bounded_deques() -> AbstractContextManager[None]:
+    """Return a context in which deques from outside of captured code keep their greatest length."""
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.lists import BaseListVariable, DequeVariable
 
-    owner: Any = BaseListVariable
-    given = owner.__dict__["cls_for_instance"]
+    given: Any = BaseListVariable.cls_for_instance
 
     def cls_for_instance(value: Any) -> Any:
         if type(value) is deque:
             return partial(DequeVariable, maxlen=ConstantVariable.create(value.maxlen))
-        return given.__func__(value)
+        return given(value)
 
-    owner.cls_for_instance = staticmethod(cls_for_instance)
-    try:
-        yield
-    finally:
-        owner.cls_for_instance = given
+    return core.replaced(BaseListVariable, cls_for_instance=staticmethod(cls_for_instance))
 
 
-@contextmanager
-def _layouts_of_outputs() -> Iterator[None]:
-    """Have gradients of outputs traced in the layout of the outputs, as PyTorch 2.13 has them.
+def _layouts_of_outputs() -> AbstractContextManager[None]:
+    """Return a context in which gradients of outputs are traced in the layout of the outputs.
 
-    Most losses give them that layout. Outputs whose elements share memory have no gradients of it.
+    PyTorch 2.13 has them so, and most losses give them that layout. Outputs whose elements share
+    memory have no gradients of it.
     """
     from torch._functorch import config
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
     if getattr(config, "guess_tangent_strides_as_outputs", True):
-        yield
-        return
-    given = MemoryFormatMeta.__dict__["from_tensor"]
+        return core.NOTHING
+    given: Any = MemoryFormatMeta.from_tensor
 
     def from_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         is_strided = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
         is_shared = is_strided and torch._debug_has_internal_overlap(tensor) == 1
         with config.patch(guess_tangent_strides_as_outputs=not is_shared):
-            return given.__func__(tensor, *args, **kwargs)
+            return given(tensor, *args, **kwargs)
 
-    owner: Any = MemoryFormatMeta
-    owner.from_tensor = staticmethod(from_tensor)
-    try:
-        yield
-    finally:
-        owner.from_tensor = given
+    return core.replaced(MemoryFormatMeta, from_tensor=staticmethod(from_tensor))
 
 
 @contextmanager
@@ -474,9 +457,8 @@ def _silent_logs() -> Iterator[None]:
             each.setLevel(level)
 
 
-@contextmanager
-def _unordered_settings() -> Iterator[None]:
-    """Have dynamo's metrics say nothing of settings that they cannot write.
+def _unordered_settings() -> AbstractContextManager[None]:
+    """Return a context in which dynamo's metrics say nothing of settings that they cannot write.
 
     PyTorch 2.11 sorts functions that are settings, and logs an error.
     """
@@ -485,8 +467,7 @@ def _unordered_settings() -> Iterator[None]:
     name = "_get_dynamo_config_for_logging"
     written = getattr(utils, name, None)
     if written is None:
-        yield
-        return
+        return core.NOTHING
 
     def written_if_possible() -> Any:
         try:
@@ -494,8 +475,4 @@ def _unordered_settings() -> Iterator[None]:
         except TypeError:
             return None
 
-    setattr(utils, name, written_if_possible)
-    try:
-        yield
-    finally:
-        setattr(utils, name, written)
+    return core.replaced(utils, **{name: written_if_possible})

@@ -34,10 +34,9 @@ class Template:
     """Traced call of a module, which stands for calls of alike ones."""
 
     module: nn.Module
-    path: str
-    """Dynamo's expression of the module."""
     signature: tuple[Any, ...]
     source: Any
+    """Source of the module, whose name is dynamo's expression of it."""
     entry: Any
     condition: Any
     inputs: list[int | Any]
@@ -97,6 +96,11 @@ class Tracing:
         """Note a reason for which a call is traced, once."""
         if reason not in self.reasons:
             self.reasons.append(reason)
+
+    def refuse(self, code: Any, reason: str) -> None:
+        """Note a reason for which calls of a function are traced one by one from now on."""
+        self.refused.add(code)
+        self.note(reason)
 
 
 def is_available() -> bool:
@@ -228,17 +232,14 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
     call.meta[PATH] = variable.source.name
     fresh = kept.subgraph_reuse_cache.get(code, [])
     if len(fresh) != 1:
-        tracing.refused.add(code)
-        tracing.note("dynamo keeps no trace of them that could stand for another")
+        tracing.refuse(code, "dynamo keeps no trace of them that could stand for another")
         return result
     if len(said) != saying:
-        tracing.refused.add(code)
-        tracing.note("the forward prints or logs")
+        tracing.refuse(code, "the forward prints or logs")
         return result
     ((condition, entry),) = fresh
     if guards.reads_gradients(guarded.name for guarded, *_ in condition.guards):
-        tracing.refused.add(code)
-        tracing.note("the forward reads gradients")
+        tracing.refuse(code, "the forward reads gradients")
         return result
     inputs: list[Any] = []
     captured = {}
@@ -248,25 +249,16 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
         elif isinstance(origin, LiftedCapturedSource):
             value = origin.source.get_value(guards.scope(tx), {}, {})
             if not isinstance(value, torch.Tensor):
-                tracing.refused.add(code)
-                tracing.note("the forward reads a number that is none of theirs")
+                tracing.refuse(code, "the forward reads a number that is none of theirs")
                 return result
             captured[len(inputs)] = value
             inputs.append(origin.source)
         else:
-            tracing.refused.add(code)
-            tracing.note("the forward reads a value that is neither an argument nor theirs")
+            reason = "the forward reads a value that is neither an argument nor theirs"
+            tracing.refuse(code, reason)
             return result
-    template = Template(
-        variable.value,
-        variable.source.name,
-        signature,
-        variable.source,
-        entry,
-        condition,
-        inputs,
-        captured,
-    )
+    module, source = variable.value, variable.source
+    template = Template(module, signature, source, entry, condition, inputs, captured)
     tracing.templates.setdefault(code, []).append(template)
     return result
 
@@ -333,19 +325,16 @@ def regions(
             try:
                 guards.signature(args[1:], kwargs)
             except guards.Refused as refused:
-                tracing.refused.add(self.fn.__code__)
-                tracing.note(str(refused))
+                tracing.refuse(self.fn.__code__, str(refused))
             else:
                 return _trace(tx, tracing, self, args, kwargs)
         return call_function(self, tx, args, kwargs)
 
-    UnspecializedNNModuleVariable.call_function = of_module  # type: ignore[method-assign]
-    UserFunctionVariable.call_function = of_function  # type: ignore[method-assign]
-    try:
+    with (
+        core.replaced(UnspecializedNNModuleVariable, call_function=of_module),
+        core.replaced(UserFunctionVariable, call_function=of_function),
+    ):
         yield tracing
-    finally:
-        UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
-        UnspecializedNNModuleVariable.call_function = call_module  # type: ignore[method-assign]
 
 
 # -- graphs of regions

@@ -297,12 +297,8 @@ class _Watch(TorchDispatchMode):
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Look out in the context, where real tensors, constants of scripts, meet fake ones."""
-        before, self._fakes.allow_non_fake_inputs = self._fakes.allow_non_fake_inputs, True
-        try:
-            with self:
-                yield
-        finally:
-            self._fakes.allow_non_fake_inputs = before
+        with core.replaced(self._fakes, allow_non_fake_inputs=True), self:
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

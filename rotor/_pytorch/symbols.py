@@ -143,7 +143,6 @@ def _numbers_as_inputs(sources: Collection[str]) -> Iterator[None]:
 
     builder: Any = found_builder
     process, wrap = builder.process_automatic_dynamic, builder.VariableBuilder.wrap_symint
-    tensorify = graph_compile._apply_tensorify_python_scalars
 
     def marked_too(tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         found = process(tx, name, *args, **kwargs)
@@ -153,16 +152,13 @@ def _numbers_as_inputs(sources: Collection[str]) -> Iterator[None]:
         is_input = dynamism is None and self.name in sources
         return wrap(self, value, DimDynamic.DYNAMIC if is_input else dynamism, context)
 
-    try:
-        builder.process_automatic_dynamic = marked_too
-        builder.VariableBuilder.wrap_symint = wrapped_too
+    with (
+        core.replaced(builder, process_automatic_dynamic=marked_too),
+        core.replaced(builder.VariableBuilder, wrap_symint=wrapped_too),
         # Tensors in the place of Python's numbers would give other bits.
-        graph_compile._apply_tensorify_python_scalars = lambda module: None
+        core.replaced(graph_compile, _apply_tensorify_python_scalars=lambda module: None),
+    ):
         yield
-    finally:
-        builder.process_automatic_dynamic = process
-        builder.VariableBuilder.wrap_symint = wrap
-        graph_compile._apply_tensorify_python_scalars = tensorify
 
 
 def forget_propagated(tensors: Iterable[torch.Tensor]) -> None:

@@ -35,13 +35,11 @@ def global_hooks() -> list[Any]:
 
 
 core.check(
-    (
-        "_C._autograd._unsafe_set_version_counter",
-        "nn.utils.parametrize._cache",
-        "nn.utils.parametrize._cache_enabled",
-        "utils._python_dispatch.TorchDispatchMode",
-        "utils._python_dispatch._get_current_dispatch_mode",
-    )
+    """
+    _C._autograd._unsafe_set_version_counter nn.utils.parametrize._cache
+    nn.utils.parametrize._cache_enabled utils._python_dispatch.TorchDispatchMode
+    utils._python_dispatch._get_current_dispatch_mode
+    """
 )
 
 _STATISTICS = ("running_mean", "running_var")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rotor import _core
-from rotor._pytorch import devices, dispatch
+from rotor._pytorch import core, devices, dispatch
 from rotor._pytorch.draws import tensor_of
 from rotor.common.tensor_trees import tree_tensors
 
@@ -158,7 +158,7 @@ def _present() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         dispatch.default_device(),
-        dispatch.saving_hooks(),
+        core.saving_hooks(),
         dispatch.backend_flags(),
         dispatch.attention_kernels(),
     )

@@ -72,7 +72,7 @@ class Record:
 
     def run(self, storage_of: Callable[[int], torch.UntypedStorage]) -> list[torch.Tensor]:
         """Run it as it ran first."""
-        now, flags = torch.is_grad_enabled(), dispatch.backend_flags()
+        now, flags, guards = torch.is_grad_enabled(), dispatch.backend_flags(), None
         state = None if self.generator is None else self.generator.get_state()
         replay = self.operator.call
         odd = self.operator.treatment
@@ -83,11 +83,12 @@ class Record:
             dispatch.write_flags(self.flags)
             if self.generator is not None and self.state is not None:
                 self.generator.set_state(self.state)
-            with dispatch.BelowAutograd():
-                args = [_filled(value, storage_of) for value in self.args]
-                kwargs = {name: _filled(v, storage_of) for name, v in self.kwargs.items()}
-                return result_tensors(replay(*args, **kwargs))
+            guards = dispatch.below_autograd()
+            args = [_filled(value, storage_of) for value in self.args]
+            kwargs = {name: _filled(v, storage_of) for name, v in self.kwargs.items()}
+            return result_tensors(replay(*args, **kwargs))
         finally:
+            del guards
             if self.generator is not None and state is not None:
                 self.generator.set_state(state)
             dispatch.write_flags(flags)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from rotor._pytorch import core, dispatch
+from rotor._pytorch import core, devices, dispatch
 
 
 class Undo:
@@ -26,7 +26,7 @@ class Undo:
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._is_open = True
         self.inputs: list[torch.Tensor] = []
-        self.random_state = core.get_generator_state(device)
+        self.random_state = devices.generator_of(device).get_state()
 
     def save(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Keep a copy of a storage of the model or its inputs; return the new copy."""
@@ -58,7 +58,7 @@ class Undo:
             where[name] = buffer
             if buffer.shape != shape:
                 buffer.resize_(shape)
-        core.set_generator_state(self._device, self.random_state)
+        devices.generator_of(self._device).set_state(self.random_state)
 
     def clear(self) -> None:
         """Drop all copies."""

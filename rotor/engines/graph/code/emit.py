@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, dispatch, symbols
+from rotor._pytorch.devices import generator_of
 from rotor.common.cache import compiled
 from rotor.engines.graph.code.actions import (
     Action,
@@ -412,8 +413,8 @@ def emit(
             runs[action.number] += 1
     replays = {i: f"r{i}" for i, t in enumerate(lowered.tasks) if t.random and runs[i] > 1}
     devices = {i: _device(lowered.tasks[i]) for i in replays}
-    namespace["get_state"] = lambda i: core.get_generator_state(devices[i])
-    namespace["set_state"] = lambda i, state: core.set_generator_state(devices[i], state)
+    namespace["get_state"] = lambda i: generator_of(devices[i]).get_state()
+    namespace["set_state"] = lambda i, state: generator_of(devices[i]).set_state(state)
 
     kept, dying = deaths(lowered, actions)
     compared = {} if prover is None else compared_storages(lowered, actions, kept)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import core, devices
 from rotor.common.checksums import (
     EMPTY_OPERATORS,
     PARTLY_WRITTEN,
@@ -81,15 +81,15 @@ def tested(task: Task, call: Callable[[], Any], device: torch.device) -> int:
     """Run an operation twice, by `call`, from the same state and arguments; return its flags."""
     assert task.node is not None
     cpu = torch.device("cpu")
-    states = {here: core.get_generator_state(here) for here in {device, cpu}}
+    states = {here: devices.generator_of(here).get_state() for here in {device, cpu}}
     first = _sums(task.node, call())
     drawn = {
         here
         for here, state in states.items()
-        if not torch.equal(state, core.get_generator_state(here))
+        if not torch.equal(state, devices.generator_of(here).get_state())
     }
     for here, state in states.items():
-        core.set_generator_state(here, state)
+        devices.generator_of(here).set_state(state)
     again = _sums(task.node, call())
     flags = TESTED
     if drawn:

@@ -305,7 +305,7 @@ class Folding:
                     after.meta[_SLOT] = slots[id(tensor)]
                     arguments[number] = known[id(tensor)] = after
             node.args = (*node.args[:2], *arguments)
-            prefixes[node] = (core.module_path(traced.path), core.module_path(call.path))
+            prefixes[node] = (core.module_path(traced.source.name), core.module_path(call.path))
         return prefixes
 
     @staticmethod
