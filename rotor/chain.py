@@ -22,6 +22,14 @@ FORMAT = "rotor.chain"
 VERSION = 1
 _NS = 1_000_000_000
 _LARGEST = 1 << 42
+_NEEDED = (
+    *("forward_time", "backward_time", "x_bytes", "xbar_bytes"),
+    *("forward_tmp_bytes", "backward_tmp_bytes"),
+)
+_OPTIONAL = (
+    *("forward_nograd_tmp_bytes", "grad_bytes", "pgrad_bytes", "loss_tmp_bytes"),
+    *("hold_output", "names", "once"),
+)
 
 
 def _numbers(name: str, values: Iterable[Any], length: int, unit: str) -> list[int | float]:
@@ -135,26 +143,22 @@ class Chain:
         self.xbar_bytes = _sizes("xbar_bytes", xbar_bytes, n)
         self.forward_tmp_bytes = _sizes("forward_tmp_bytes", forward_tmp_bytes, n)
         self.backward_tmp_bytes = _sizes("backward_tmp_bytes", backward_tmp_bytes, n, signed=True)
-        self.forward_nograd_tmp_bytes = (
-            list(self.forward_tmp_bytes)
+        light = (
+            self.forward_tmp_bytes
             if forward_nograd_tmp_bytes is None
-            else _sizes("forward_nograd_tmp_bytes", forward_nograd_tmp_bytes, n)
+            else (forward_nograd_tmp_bytes)
         )
-        self.grad_bytes = (
-            list(self.x_bytes) if grad_bytes is None else _sizes("grad_bytes", grad_bytes, n + 1)
-        )
-        self.pgrad_bytes = [0] * n if pgrad_bytes is None else _sizes("pgrad_bytes", pgrad_bytes, n)
+        grad_bytes = self.x_bytes if grad_bytes is None else grad_bytes
+        pgrad_bytes = [0] * n if pgrad_bytes is None else pgrad_bytes
+        self.forward_nograd_tmp_bytes = _sizes("forward_nograd_tmp_bytes", light, n)
+        self.grad_bytes = _sizes("grad_bytes", grad_bytes, n + 1)
+        self.pgrad_bytes = _sizes("pgrad_bytes", pgrad_bytes, n)
         (self.loss_tmp_bytes,) = _sizes("loss_tmp_bytes", [loss_tmp_bytes], 1, signed=True)
         if not isinstance(hold_output, bool):
             raise TypeError(f"hold_output must be True or False, got {hold_output!r}")
         self.hold_output = hold_output
-        for i, (tmp, grad) in enumerate(
-            zip(
-                [*self.backward_tmp_bytes, self.loss_tmp_bytes],
-                self.grad_bytes,
-                strict=True,
-            )
-        ):
+        peaks = [*self.backward_tmp_bytes, self.loss_tmp_bytes]
+        for i, (tmp, grad) in enumerate(zip(peaks, self.grad_bytes, strict=True)):
             if tmp < -grad:
                 name = f"backward_tmp_bytes[{i}]" if i < n else "loss_tmp_bytes"
                 raise ValueError(
@@ -209,23 +213,9 @@ class Chain:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the chain as plain lists, for JSON; with ``once`` if a stage runs once."""
-        fields: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "forward_time": self.forward_time,
-            "backward_time": self.backward_time,
-            "x_bytes": self.x_bytes,
-            "xbar_bytes": self.xbar_bytes,
-            "forward_tmp_bytes": self.forward_tmp_bytes,
-            "backward_tmp_bytes": self.backward_tmp_bytes,
-            "forward_nograd_tmp_bytes": self.forward_nograd_tmp_bytes,
-            "grad_bytes": self.grad_bytes,
-            "pgrad_bytes": self.pgrad_bytes,
-            "loss_tmp_bytes": self.loss_tmp_bytes,
-            "hold_output": self.hold_output,
-            "names": self.names,
-        }
-        return fields | {"once": self.once} if any(self.once) else fields
+        names = [*_NEEDED, *(_OPTIONAL if any(self.once) else _OPTIONAL[:-1])]
+        fields = {name: getattr(self, name) for name in names}
+        return {"format": FORMAT, "version": VERSION, **fields}
 
     @classmethod
     def from_dict(cls, data: Any) -> Chain:
@@ -238,29 +228,10 @@ class Chain:
         """
         fields = dict(check_header(data, FORMAT, VERSION))
         try:
-            positional = [
-                fields.pop(key)
-                for key in (
-                    "forward_time",
-                    "backward_time",
-                    "x_bytes",
-                    "xbar_bytes",
-                    "forward_tmp_bytes",
-                    "backward_tmp_bytes",
-                )
-            ]
+            positional = [fields.pop(name) for name in _NEEDED]
         except KeyError as error:
             raise ValueError(f"a chain needs the field {error}, and it is missing") from None
-        known = {
-            "forward_nograd_tmp_bytes",
-            "grad_bytes",
-            "pgrad_bytes",
-            "loss_tmp_bytes",
-            "hold_output",
-            "names",
-            "once",
-        }
-        unknown = sorted(set(fields) - known)
+        unknown = sorted(set(fields) - {*_OPTIONAL})
         if unknown:
             raise ValueError(f"a chain has no field {unknown[0]!r}")
         try:

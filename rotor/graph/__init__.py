@@ -49,32 +49,22 @@ __all__ = [
     "write_report",
 ]
 
-# Published names by module, imported when they are first used: those of capture need PyTorch.
-_LAZY = {
-    "Graph": "rotor.graph.graph",
-    "Operation": "rotor.graph.graph",
-    "Storage": "rotor.graph.graph",
-    "Link": "rotor.graph.link",
-    "Program": "rotor.graph.program",
-    "Timeline": "rotor.graph.program",
-    "simulate": "rotor.graph.program",
-    "PlanCurve": "rotor.graph.planner",
-    "Proof": "rotor.graph.exact",
-    "checkmate": "rotor.graph.exact",
-    "curve": "rotor.graph.planner",
-    "lower_bound": "rotor.graph.planner",
-    "offload_bound": "rotor.graph.bound",
-    "plan": "rotor.graph.planner",
-    "build": "rotor.wrapper.building",
-    "render": "rotor.report.drawing",
-    "Machine": "rotor.engines.graph.costs.estimate",
-    "Profile": "rotor.engines.graph.costs.recorded",
-    "save_profile": "rotor.engines.graph.costs.recorded",
-    "load_program": "rotor.wrapper.planfiles",
-    "write_report": "rotor.wrapper.planfiles",
-    "Summary": "rotor.graph.summaries",
-    "summarise": "rotor.graph.summaries",
+# Modules of published names, imported when they are first used: those of capture need PyTorch.
+_MODULES = {
+    "rotor.engines.graph.costs.estimate": ("Machine",),
+    "rotor.engines.graph.costs.recorded": ("Profile", "save_profile"),
+    "rotor.graph.bound": ("offload_bound",),
+    "rotor.graph.exact": ("Proof", "checkmate"),
+    "rotor.graph.graph": ("Graph", "Operation", "Storage"),
+    "rotor.graph.link": ("Link",),
+    "rotor.graph.planner": ("PlanCurve", "curve", "lower_bound", "plan"),
+    "rotor.graph.program": ("Program", "Timeline", "simulate"),
+    "rotor.graph.summaries": ("Summary", "summarise"),
+    "rotor.report.drawing": ("render",),
+    "rotor.wrapper.building": ("build",),
+    "rotor.wrapper.planfiles": ("load_program", "write_report"),
 }
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = {
     "graph": "rotor.graph.graph",
     "planner": "rotor.graph.planner",

@@ -83,6 +83,14 @@ class Bases:
                 f"between, got {len(self.backward)} and {len(self.between)}"
             )
 
+    def peak_of(self, option: Option, piece: int) -> int:
+        """Return the most bytes of a piece, beside those that earlier ones keep."""
+        return max(
+            self.forward[piece] + option.forward_bytes,
+            self.backward[piece] + option.backward_bytes,
+            self.between[piece + 1] + option.kept_bytes,
+        )
+
 
 def largest_bases(found: Sequence[Bases]) -> Bases:
     """Return the largest value of any bases at each place."""
@@ -231,12 +239,7 @@ def _search(
     for i, options in enumerate(pieces):
         parts = []
         for k, option in enumerate(options):
-            own = max(
-                bases.forward[i] + option.forward_bytes,
-                bases.backward[i] + option.backward_bytes,
-                bases.between[i + 1] + option.kept_bytes,
-            )
-            is_within = kept + own <= limit_bytes
+            is_within = kept + bases.peak_of(option, i) <= limit_bytes
             if tier_limit_bytes is not None:
                 is_within &= tier + option.tier_bytes <= tier_limit_bytes
             (fits,) = np.nonzero(is_within)
@@ -327,15 +330,7 @@ def _least_bytes(pieces: Sequence[Sequence[Option]], bases: Bases) -> int:
         kept = 0
         for i, options in enumerate(pieces):
             possible = [
-                option.kept_bytes
-                for option in options
-                if kept
-                + max(
-                    bases.forward[i] + option.forward_bytes,
-                    bases.backward[i] + option.backward_bytes,
-                    bases.between[i + 1] + option.kept_bytes,
-                )
-                <= limit
+                option.kept_bytes for option in options if kept + bases.peak_of(option, i) <= limit
             ]
             if not possible:
                 return False

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rotor import _core
 from rotor.common.accounting import BLOCK_BYTES
 from rotor.graph.graph import Graph, Operation
-from rotor.graph.program import Program
+from rotor.graph.program import Program, uses_and_makings
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,6 @@ SMALL_BYTES = 1 << 20
 
 SMALL_SEGMENT_BYTES = 1 << 21
 """Bytes of one of these."""
-
-LARGE_SEGMENT_BYTES = 20 << 20
-"""Bytes of a segment for several larger blocks."""
-
-POOL_UNIT_BYTES = 1 << 21
-"""Unit of the piece of a private pool."""
 
 
 def small_blocks(nbytes: int) -> list[int]:
@@ -97,20 +91,13 @@ def _every_order(
     beside: Sequence[int],
     orders: Sequence[Orders | None] | None,
 ) -> list[_Events]:
-    """Return the events of a program in each of the orders to price."""
+    """Return the events of a program in each order to price: known ones, and without knowledge."""
     program.graph.require_plain("an account of blocks")
     return [
-        _split_events(program, outliving, beside, known, second)
-        for known, second in _variants(orders)
+        _split_events(program, outliving, beside, known, is_second)
+        for known in ([None] if orders is None else [orders, None])
+        for is_second in (False, True)
     ]
-
-
-def _variants(
-    orders: Sequence[Orders | None] | None,
-) -> list[tuple[Sequence[Orders | None] | None, bool]]:
-    """Return the orders to price: the known ones, and the ones without knowledge."""
-    found: list[tuple[Sequence[Orders | None] | None, bool]] = [(None, False), (None, True)]
-    return found if orders is None else [(orders, False), (orders, True), *found]
 
 
 @dataclass(frozen=True)
@@ -327,21 +314,10 @@ def _assumed(operation: Operation, workspace_first: bool) -> list[int]:
     return [*results, workspace, -1 - len(results)]
 
 
-def _uses_and_makings(graph: Graph, action: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the storages that a run, a finish or a fetch uses, and those that it makes."""
-    count, total = len(graph), len(graph.storages)
-    if action < count:
-        operation = graph.operations[action]
-        return operation.inputs, operation.outputs
-    if action < count + total:
-        return (action - count,), ()
-    return (), (action - count - total,)
-
-
 def _deaths(graph: Graph, actions: Sequence[int]) -> tuple[list[set[int]], list[list[int]]]:
     """Return per position the results that are used, and the storages used for the last time."""
     pinned = [storage.pinned for storage in graph.storages]
-    events = [_uses_and_makings(graph, action) for action in actions]
+    events = [uses_and_makings(graph, action) for action in actions]
     first = {s: p for p in range(len(actions) - 1, -1, -1) for s in events[p][1]}
     needed: set[int] = set()
     kept: list[set[int]] = []

@@ -97,16 +97,16 @@ def cut(graph: Graph) -> Blocks:
     return Blocks(groups, backward, losses[0], passed)
 
 
-def _peak(graph: Graph, ops: Iterable[int], kept: set[int], level: int = 0) -> int:
+def _peak(graph: Graph, ops: Iterable[int], kept: set[int]) -> int:
     """Return the peak of operations that run one after another and leave `kept`."""
     ops = list(ops)
     last = {s: place for place, k in enumerate(ops) for s in graph.operations[k].inputs}
     sizes: dict[int, int] = {}
-    peak = level
+    peak = 0
     for place, k in enumerate(ops):
         op = graph.operations[k]
         sizes |= {s: graph.storages[s].bytes for s in op.outputs}
-        peak = max(peak, level + sum(sizes.values()) + op.workspace_bytes)
+        peak = max(peak, sum(sizes.values()) + op.workspace_bytes)
         for storage in [s for s in sizes if s not in kept and last.get(s, -1) <= place]:
             del sizes[storage]
     return peak

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from rotor.graph.graph import Graph, Operation, Storage
+from rotor.graph.graph import Graph, Operation
 
 
 def block_of(module: str) -> str:
@@ -94,8 +95,10 @@ def contract(
     exported: set[int] = {s for s, storage in enumerate(graph.storages) if storage.pinned}
     for index, op in enumerate(graph.operations):
         exported.update(s for s in op.inputs if home[graph.producers[s]] != home[index])
-    ends = [group[-1] for group in groups]
-    exported.update(_unread(graph, exported, ends))
+    read = {s for op in graph.operations for s in op.inputs}
+    # The unread outputs of a group's last operation stay outputs.
+    ends = [graph.operations[group[-1]] for group in groups]
+    exported.update(s for op in ends for s in op.outputs if s not in read)
     kept = sorted(exported)
     renamed = {s: number for number, s in enumerate(kept)}
     labels = [None] * len(groups) if names is None else list(names)
@@ -103,22 +106,8 @@ def contract(
         _merged(graph, group, label, exported, renamed)
         for group, label in zip(groups, labels, strict=True)
     ]
-    storages = [
-        Storage(
-            graph.storages[s].bytes,
-            graph.storages[s].pinned,
-            {"storage": s},
-            graph.storages[s].movable,
-        )
-        for s in kept
-    ]
+    storages = [replace(graph.storages[s], extra={"storage": s}) for s in kept]
     return Graph(storages, None, operations, name=graph.name)
-
-
-def _unread(graph: Graph, exported: set[int], ends: Iterable[int]) -> set[int]:
-    """Return the unread outputs of a group's last operation, which stay outputs."""
-    read = {s for op in graph.operations for s in op.inputs}
-    return {s for end in ends for s in graph.operations[end].outputs if s not in read | exported}
 
 
 def _merged(
@@ -186,16 +175,11 @@ def forward_part(graph: Graph) -> Graph:
         [graph.storages[s] for s in kept],
         None,
         [
-            Operation(
-                name=op.name,
-                cost_ns=op.cost_ns,
+            replace(
+                op,
                 inputs=tuple(renamed[s] for s in op.inputs),
                 outputs=tuple(renamed[s] for s in op.outputs),
-                workspace_bytes=op.workspace_bytes,
-                random=op.random,
-                once=op.once,
-                module=op.module,
-                extra=op.extra,
+                light_bytes=None,
             )
             for op in chosen
         ],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rotor.algorithms.peaks import Peak
-from rotor.graph.graph import Graph
-from rotor.graph.program import Program
+from rotor.graph.program import Program, uses_and_makings
 
 
 def peak_of(program: Program) -> Peak:
@@ -19,7 +18,7 @@ def peak_of(program: Program) -> Peak:
     place = int(np.argmax(program.timeline().peak_bytes))
     number = next((k for k in actions[place:] if k < n), actions[-1])
     sizes = _live_before(program, place)
-    made = _makings(graph, actions[place])
+    made = uses_and_makings(graph, actions[place])[1]
     for s in made:
         sizes[s] = graph.storages[s].bytes + _padding(program, actions[place])
     operation = graph.operations[min(number, n - 1)]
@@ -38,20 +37,6 @@ def peak_of(program: Program) -> Peak:
     return Peak(f"{operation.name} in the {operation.phase}", operation.module, parts)
 
 
-def _makings(graph: Graph, action: int) -> tuple[int, ...]:
-    n, m = len(graph), len(graph.storages)
-    if action < n:
-        return graph.operations[action].outputs
-    return (action - n - m,) if action >= n + m else ()
-
-
-def _uses(graph: Graph, action: int) -> tuple[int, ...]:
-    n, m = len(graph), len(graph.storages)
-    if action < n:
-        return graph.operations[action].inputs
-    return (action - n,) if action < n + m else ()
-
-
 def _padding(program: Program, action: int) -> int:
     is_run = action < len(program.graph)
     return 0 if is_run or program.link is None else program.link.padding_bytes
@@ -62,13 +47,12 @@ def _live_before(program: Program, place: int) -> dict[int, int]:
     graph, actions = program.graph, program.actions.tolist()
     made: dict[int, int] = {}
     for action in actions[:place]:
-        for s in _makings(graph, action):
+        for s in uses_and_makings(graph, action)[1]:
             made[s] = graph.storages[s].bytes + _padding(program, action)
     found = {s: size for s, size in made.items() if graph.storages[s].pinned}
     for action in actions[place:]:
-        for s in _uses(graph, action):
-            if s in made:
-                found[s] = made[s]
-        for s in _makings(graph, action):
+        uses, makes = uses_and_makings(graph, action)
+        found.update({s: made[s] for s in uses if s in made})
+        for s in makes:
             made.pop(s, None)
     return found

@@ -43,12 +43,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"unknown option {unknown[0]!r}, expected effort, seed or time_limit of "
             "rotor.graph.plan"
         )
-    check_effort(options.get("effort", "default"))
-
-
-def check_effort(effort: str | int) -> None:
-    """Raise TypeError or ValueError for an effort that `plan` does not take."""
-    _effort(effort, _EFFORTS)
+    _effort(options.get("effort", "default"), _EFFORTS)
 
 
 def _effort(effort: str | int, named: dict[str, tuple[int, int]]) -> tuple[int, int]:

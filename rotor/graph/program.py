@@ -257,6 +257,17 @@ class Program:
         return cls.from_dict(read_json(source))
 
 
+def uses_and_makings(graph: Graph, action: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the storages that a run, a finish or a fetch uses, and those that it makes."""
+    count, total = len(graph), len(graph.storages)
+    if action < count:
+        operation = graph.operations[action]
+        return operation.inputs, operation.outputs
+    if action < count + total:
+        return (action - count,), ()
+    return (), (action - count - total,)
+
+
 def _numbers(ops: Iterable[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     array = np.array(ops if isinstance(ops, np.ndarray) else list(ops))
     if array.size == 0:

@@ -38,12 +38,10 @@ class Resizing:
 
         Raises ValueError if a number is missing, or out of range.
         """
-        counts = (len(self._graph.storages), len(self._graph), len(self._graph))
-        for name, values, count in zip(
-            ("storage_bytes", "cost_ns", "workspace_bytes"),
-            (storage_bytes, cost_ns, workspace_bytes),
-            counts,
-            strict=True,
+        for name, values, count in (
+            ("storage_bytes", storage_bytes, len(self._graph.storages)),
+            ("cost_ns", cost_ns, len(self._graph)),
+            ("workspace_bytes", workspace_bytes, len(self._graph)),
         ):
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries, expected {count}")
