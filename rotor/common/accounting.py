@@ -2,46 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AHEAD",
-    "BLOCK_BYTES",
-    "CODE_FACTOR",
-    "COMPILED_HANDOVERS",
-    "DYNAMIC_LOSS_FACTOR",
-    "DYNAMIC_NOISE_BYTES",
-    "ESTIMATE_MARGIN",
-    "FREE_PERCENT",
-    "GENERATOR_BYTES",
-    "HANDOVERS",
-    "HELD_MARGIN",
-    "INDUCTOR_MARGIN",
-    "LOSS_FACTOR",
-    "LOSS_GRADIENTS",
-    "METERED_EARLY",
-    "METERED_EVERY",
-    "METERED_STEPS",
-    "NEW_MAXIMUM",
-    "NOISE_BYTES",
-    "NOISE_SHARE",
-    "PROOF_SHARE",
-    "ROOM_GROWTH",
-    "SCALARS",
-    "SCALAR_BYTES",
-    "SCRAPS_BYTES",
-    "SCRAPS_SHARE",
-    "SLACK_BYTES",
-    "SLACK_SHARE",
-    "assumed_loss_bytes",
-    "generator_bytes",
-    "has_room_for_proofs",
-    "is_metered_again",
-    "is_new_maximum",
-    "noise_bytes",
-    "rounded_bytes",
-    "scalar_bytes",
-    "scrap_bytes",
-]
-
 BLOCK_BYTES = 512
 """Unit in which the caching allocators of accelerators give out memory."""
 

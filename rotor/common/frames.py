@@ -8,8 +8,10 @@ import sys
 import sysconfig
 import traceback
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, TracebackType
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -142,3 +144,22 @@ def release(error: BaseException) -> None:
                 traceback.clear_frames(trace)
                 this.__traceback__ = None
                 waiting += [this.__cause__, this.__context__]
+
+
+class WithoutCounterpart:
+    """Published class that rotor has no counterpart of: making one raises NotImplementedError."""
+
+    instead: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"rotor has no counterpart of the published {type(self).__name__}: {self.instead}"
+        )
+
+
+def warn_of_ignored(name: str, options: Iterable[str], reason: str) -> None:
+    """Warn of published options that have no effect, if any are given."""
+    ignored = ", ".join(sorted(options))
+    if ignored:
+        text = f"{name} takes these published options, and they have no effect: {ignored}. {reason}"
+        warn_caller(text, UserWarning)

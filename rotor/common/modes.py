@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -112,27 +111,18 @@ class AutocastState:
         """True if autocast was on."""
         return any(enabled for _, enabled, _ in self._settings)
 
-    def is_current(self) -> bool:
-        """Return whether the settings hold now."""
-        return all(autocast_of(kind) == (enabled, dtype) for kind, enabled, dtype in self._settings)
+    def changed(self) -> list[tuple[str, bool, torch.dtype]]:
+        """Return the settings that do not hold now."""
+        return [known for known in self._settings if autocast_of(known[0]) != known[1:]]
 
     def __enter__(self) -> None:
-        changed = [
-            (kind, enabled, dtype)
-            for kind, enabled, dtype in self._settings
-            if autocast_of(kind) != (enabled, dtype)
-        ]
+        changed = self.changed()
         if changed:
             self._stack = ExitStack()
             for kind, enabled, dtype in changed:
                 self._stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._stack is not None:
             self._stack.close()
             self._stack = None
@@ -180,7 +170,7 @@ class Modes:
 
     def are_current(self) -> bool:
         """Return whether the modes hold now."""
-        return self._autocast.is_current() and bool(_present() == self._modes)
+        return not self._autocast.changed() and bool(_present() == self._modes)
 
     def __enter__(self) -> None:
         with ExitStack() as stack:

@@ -44,6 +44,7 @@ from rotor.common.places import (
     used_names,
 )
 from rotor.common.streams import is_file
+from rotor.common.substitutes import slot_names
 
 _Identities = Collection[tuple[int, Any]] | None
 
@@ -227,13 +228,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch.no_grad():
         pairs = zip(core.strided_parts(a), core.strided_parts(b), strict=True)
         return all(
-            torch.equal(x, y) or (torch.equal(x.isnan(), y.isnan()) and _finite(x, y))
+            torch.equal(x, y)
+            or (torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num()))
             for x, y in pairs
         )
-
-
-def _finite(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 class Watch:
@@ -359,7 +357,7 @@ class Watch:
                 return [
                     key
                     for key, value in vars(base).items()
-                    if not key.startswith("__") and not callable(value) and _is_data(value)
+                    if not (key.startswith("__") or callable(value) or isinstance(value, _NO_DATA))
                 ]
 
             self._values(base.__qualname__, base, Attribute, keys)
@@ -386,16 +384,14 @@ class Watch:
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self._waiting.append((name, default, None))
             names = [n for n in global_names(value.__code__) if n in value.__globals__]
-            self._values(value.__module__, value.__globals__, Entry, lambda: names, unique=value)
+            keys: Callable[[], list[str]] = functools.partial(list, names)
+            self._values(value.__module__, value.__globals__, Entry, keys, unique=value)
             self._values(name, value.__dict__, Entry, lambda: list(value.__dict__))
             for helper in [value.__globals__[n] for n in names]:
                 if isinstance(helper, types.ModuleType) and not is_library(helper.__name__):
-                    self._helper(helper, used_names(value.__code__), value)
-
-    def _helper(self, helper: types.ModuleType, names: Iterable[str], user: Any) -> None:
-        """Note what a function uses of a module of the user's."""
-        used = [name for name in names if name in vars(helper)]
-        self._values(helper.__name__, vars(helper), Entry, lambda: used, unique=user)
+                    used = [n for n in used_names(value.__code__) if n in vars(helper)]
+                    keys = functools.partial(list, used)
+                    self._values(helper.__name__, vars(helper), Entry, keys, unique=value)
 
     def _object(self, name: str, value: Any) -> None:
         if is_library(type(value).__module__) and not isinstance(value, _WATCHED):
@@ -407,12 +403,7 @@ class Watch:
         slots = getattr(value, "__dict__", None)
         if isinstance(slots, dict):
             self._values(name, slots, Entry, lambda: list(slots))
-        names = [
-            key
-            for base in type(value).__mro__
-            for key in _slot_names(base)
-            if key not in ("__dict__", "__weakref__")
-        ]
+        names = [n for n in slot_names(type(value)) if n not in ("__dict__", "__weakref__")]
         if names:
             self._values(name, value, Attribute, lambda: names)
         self._class(type(value))
@@ -508,10 +499,4 @@ def _unpacked(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _is_data(value: Any) -> bool:
-    return not isinstance(value, property | staticmethod | classmethod | types.MemberDescriptorType)
-
-
-def _slot_names(base: type) -> tuple[str, ...]:
-    slots = vars(base).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+_NO_DATA: Any = property | staticmethod | classmethod | types.MemberDescriptorType

@@ -111,7 +111,7 @@ def _replace_in(holder: Any, given: Mapping[int, Any]) -> None:
     elif not isinstance(holder, type):
         if hasattr(holder, "__dict__"):
             _replace_in(vars(holder), given)
-        for name in _slots(type(holder)):
+        for name in slot_names(type(holder)):
             item = getattr(holder, name, None)
             if id(item) in given:
                 object.__setattr__(holder, name, given[id(item)])
@@ -127,7 +127,8 @@ def _set_item(holder: dict[Any, Any], key: Any, value: Any) -> None:
     holder[key] = value
 
 
-def _slots(kind: type) -> list[str]:
+def slot_names(kind: type) -> list[str]:
+    """Return the names in ``__slots__`` of a class and its bases."""
     found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())

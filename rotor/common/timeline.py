@@ -131,17 +131,8 @@ def timeline_of(
 ) -> Timeline:
     """Return the timeline of levels, thinned and starting at zero.
 
-    Parameters
-    ----------
-    times, levels, allocated
-        Nanoseconds, following level, bytes given out until then, [k]: in order, at least one.
-    marks
-        Pairs (name, nanoseconds); their moments are kept.
-
-    Returns
-    -------
-    Timeline
-        Seconds since the first moment, levels in bytes, and marks.
+    `times` are in ns, `levels` follow them, and `allocated` are the bytes given out until then: [k]
+    each, in order, at least one. The moments of `marks`, (name, ns), are kept.
     """
     is_kept = np.zeros(len(times), dtype=np.bool_)
     is_kept[thinned(levels, max(MOST_POINTS - len(marks), MOST_POINTS // 2))] = True
@@ -156,20 +147,10 @@ def timeline_of(
     )
 
 
-def thinned(levels: npt.NDArray[np.int64], most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
-    """Return the moments of a timeline to keep: highs and lows of every stretch.
+def thinned(levels: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.intp]:
+    """Return the moments of a timeline to keep, in order: highs and lows of every stretch.
 
-    Parameters
-    ----------
-    levels
-        Levels in order of time, [k].
-    most
-        Largest number of moments kept, at least 4; the first, the last and the highest are kept.
-
-    Returns
-    -------
-    numpy.ndarray of intp
-        Indices of the kept moments, in rising order.
+    They are `most` at most, which is at least 4; the first, the last and the highest are kept.
     """
     if len(levels) <= most:
         return np.arange(len(levels))

@@ -39,6 +39,11 @@ class Segment:
     peak_bytes: int
     end_bytes: int
 
+    def shifted(self, more: int) -> Segment:
+        """Return the levels above one that lies lower by so many bytes."""
+        levels = self.start_bytes, self.peak_bytes, self.end_bytes
+        return Segment(self.name, *(level + more for level in levels))
+
 
 @dataclass(frozen=True, eq=False)
 class Levels:
@@ -58,12 +63,13 @@ class Levels:
     @property
     def peak_bytes(self) -> int:
         """Maximum; at least the level at the start."""
-        starts = [
-            level
-            for mark, level in zip(self.events.marks, self.at_marks, strict=True)
-            if mark.name.startswith(MARK)
-        ]
+        starts = [level for mark, level in self._bounds() if mark.name != END]
         return max([self._peak(0, len(self.after), 0), *starts])
+
+    def _bounds(self) -> list[tuple[Mark, int]]:
+        """Return the marks of segments, and the one of the end, with the levels there."""
+        marks = zip(self.events.marks, self.at_marks, strict=True)
+        return [(mark, level) for mark, level in marks if _is_bound(mark)]
 
     def _peak(self, begin: int, end: int, start: int) -> int:
         grown = self.after[begin:end][self.events.nbytes[begin:end] > 0]
@@ -71,11 +77,6 @@ class Levels:
 
     def segments(self) -> list[Segment]:
         """Return the segments in the order of their marks."""
-        bounds = [
-            (mark, level)
-            for mark, level in zip(self.events.marks, self.at_marks, strict=True)
-            if _is_bound(mark)
-        ]
         return [
             Segment(
                 mark.name.removeprefix(MARK),
@@ -83,7 +84,7 @@ class Levels:
                 self._peak(mark.position, following.position, level),
                 end,
             )
-            for (mark, level), (following, end) in pairwise(bounds)
+            for (mark, level), (following, end) in pairwise(self._bounds())
         ]
 
     def timeline(self) -> Timeline:

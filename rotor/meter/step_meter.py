@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
@@ -41,15 +41,7 @@ class StepBytes:
 
     def shifted(self, extra_bytes: int) -> StepBytes:
         """Return the peaks above a level that lies lower by `extra_bytes`."""
-        segments = tuple(
-            allocator.Segment(
-                segment.name,
-                segment.start_bytes + extra_bytes,
-                segment.peak_bytes + extra_bytes,
-                segment.end_bytes + extra_bytes,
-            )
-            for segment in self.segments
-        )
+        segments = tuple(segment.shifted(extra_bytes) for segment in self.segments)
         return replace(self, peak_bytes=self.peak_bytes + extra_bytes, segments=segments)
 
 
@@ -165,16 +157,7 @@ class Metered:
 
     def view(self) -> PlanView:
         """Return the plan's figures; ValueError: nothing is known before a step has run."""
-        plan: Any = self
-        return PlanView(
-            plan.engine,
-            plan.limit_bytes,
-            plan.predicted_bytes,
-            plan.makespan,
-            plan.measured_bytes,
-            plan.predicted_timeline,
-            plan.measured_timeline,
-        )
+        return PlanView(*(getattr(self, figure.name) for figure in fields(PlanView)))
 
     @property
     def unlimited_bytes(self) -> int | None:

@@ -58,16 +58,12 @@ class _Watch:
         self.mark("backward")
         if torch.is_grad_enabled():
             self._is_open = True
-            dispatch.after_last_backward(self._thread, type(self).__name__, self._finish_open)
+            dispatch.after_last_backward(self._thread, type(self).__name__, self._finish)
         elif not self._is_open:
             core.at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
         raise NotImplementedError
-
-    def _finish_open(self) -> None:
-        """Finish a step whose gradients were differentiated."""
-        self._finish()
 
 
 class LevelWatch(_Watch):
@@ -127,12 +123,10 @@ class PeakWatch(_Watch):
     def _finish(self) -> None:
         engine, peak_bytes = self._engine(), self._new_peak()
         if peak_bytes and engine is not None:
-            engine.learn_peak(self._plan, peak_bytes)
-
-    def _finish_open(self) -> None:
-        engine, peak_bytes = self._engine(), self._new_peak()
-        if peak_bytes and engine is not None:
-            passing(engine, self._plan)(peak_bytes)
+            if self._is_open:
+                passing(engine, self._plan)(peak_bytes)
+            else:
+                engine.learn_peak(self._plan, peak_bytes)
 
 
 def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:
@@ -195,18 +189,14 @@ def note_peak(plan: Metered, peak_bytes: int) -> None:
 
 def warn_sparse(plan: Any, peak_bytes: int) -> None:
     """Warn of a step above the limit due to accumulated sparse gradients, as `warn_excess`."""
-    if not is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
-        return
-    plan.warned_bytes = peak_bytes
-    warn_caller(
-        f"a step needed about {exact_bytes(peak_bytes)}, and the limit is "
-        f"{exact_bytes(plan.limit_bytes)}: {exact_bytes(plan.sparse_bytes)} of sparse gradients "
-        "existed, "
+    _warn(
+        plan,
+        peak_bytes,
+        f"{exact_bytes(plan.sparse_bytes)} of sparse gradients existed, "
         "which PyTorch puts side by side, not one on the other, and copies whenever more are "
         "added. They grow with every step of gradient accumulation, and no plan changes that: "
         "coalesce them after each backward (p.grad = p.grad.coalesce()), accumulate over fewer "
         "steps, or give a higher limit",
-        MemoryLimitWarning,
     )
 
 
@@ -215,15 +205,22 @@ def warn_excess(plan: Any, peak_bytes: int, where: Sequence[str] = ()) -> None:
 
     `where` names the parts of the model that kept more than was measured, if known.
     """
-    if not is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
-        return
-    plan.warned_bytes = peak_bytes
     named = f" by {', '.join(where)}" if where else ""
-    warn_caller(
-        f"a step needed about {exact_bytes(peak_bytes)}, and the limit is "
-        f"{exact_bytes(plan.limit_bytes)}: the memory of this model depends on the values of its "
+    _warn(
+        plan,
+        peak_bytes,
+        "the memory of this model depends on the values of its "
         f"input, and more was needed{named} than when it was measured. The following steps are "
         "planned for as much; measure the model on a batch that needs the most, or give a lower "
         "limit",
-        MemoryLimitWarning,
     )
+
+
+def _warn(plan: Any, peak_bytes: int, reason: str) -> None:
+    if is_new_maximum(peak_bytes, plan.limit_bytes, plan.warned_bytes):
+        plan.warned_bytes = peak_bytes
+        warn_caller(
+            f"a step needed about {exact_bytes(peak_bytes)}, and the limit is "
+            f"{exact_bytes(plan.limit_bytes)}: {reason}",
+            MemoryLimitWarning,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rotor.common.published import WithoutCounterpart
+from rotor.common.frames import WithoutCounterpart
 
 __all__ = [
     "Partitioner",

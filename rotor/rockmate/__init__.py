@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rotor.common.calls import sample_call
-from rotor.common.published import warn_of_ignored
+from rotor.common.frames import warn_of_ignored
 from rotor.engines.contract import Key, Settings
 from rotor.engines.graph.code.pricing import search
 from rotor.engines.graph.engine import GraphEngine

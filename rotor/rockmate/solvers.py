@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from rotor.common.published import WithoutCounterpart, warn_of_ignored
+from rotor.common.frames import WithoutCounterpart, warn_of_ignored
 
 __all__ = ["HILP", "CheapSolver", "FastSolver", "RK_rotor", "Solver", "TwRemat", "chosen"]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ import torch
 
 from rotor import _core
 from rotor.tier.interface import Tier, Traffic
-from rotor.tier.space import Space
 from rotor.units import exact_bytes
 
 
@@ -23,6 +24,51 @@ class _Area:
     begin: int
     end: int
     phases: dict[int, int] = field(default_factory=dict)
+
+
+class _Space:
+    """Range of bytes in which areas are taken and given back.
+
+    An area may be given back at any moment, by a garbage collection too: it is free at the next
+    request. `end` is the end of the last area that was ever taken.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []
+        self._returned: deque[tuple[int, int]] = deque()
+        self._lock = threading.RLock()
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """Return begin and end of a free range: the first one that fits, or a new one."""
+        with self._lock:
+            self._collect()
+            for index, (begin, end) in enumerate(self._free):
+                if end - begin >= nbytes:
+                    self._free[index : index + 1] = (
+                        [(begin + nbytes, end)] if end - begin > nbytes else []
+                    )
+                    return begin, begin + nbytes
+            begin = self.end
+            if self._free and self._free[-1][1] == begin:
+                begin = self._free.pop()[0]
+            self.end = begin + nbytes
+            return begin, self.end
+
+    def give_back(self, area: tuple[int, int]) -> None:
+        """Free a range."""
+        self._returned.append(area)
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        joined: list[tuple[int, int]] = []
+        for begin, end in sorted(self._free):
+            if joined and joined[-1][1] == begin:
+                joined[-1] = joined[-1][0], end
+            elif end > begin:
+                joined.append((begin, end))
+        self._free = joined
 
 
 class _Ticket:
@@ -85,7 +131,7 @@ class DiskTier(Tier):
             ) from None
         self.alignment_bytes = self._file.sector_bytes
         self.traffic: Traffic = Traffic()
-        self._space = Space()
+        self._space = _Space()
         self._reserved = 0
         _open.add(self)
 

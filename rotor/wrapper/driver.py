@@ -45,11 +45,10 @@ from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_forward
 from rotor.wrapper.caches import CacheRule
-from rotor.wrapper.kinds import unused_kinds
 from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import observer_of_step
-from rotor.wrapper.order import Order
-from rotor.wrapper.sharing import agree_to_share
+from rotor.wrapper.order import Order, unused_kinds
+from rotor.wrapper.setting import agree_to_share
 from rotor.wrapper.usage_warnings import (
     RerunNotes,
     is_seen_by_a_mode,

@@ -12,6 +12,12 @@ from rotor.wrapper.registry import engines_for
 _HOPELESS = 4
 """Number of refused kinds of step after which a model without any graph is captured no more."""
 
+_MOST = 64
+_FEWEST = 8
+_SHARE = 100
+_BYTES = 2 << 20
+"""Memory of the host that a captured kind keeps, about."""
+
 
 class Order:
     """Engines of a model, in the order in which they are asked."""
@@ -100,3 +106,15 @@ class Order:
         known = self._context.refusals.get(key.measured)
         refused = {} if known is None else known.why
         return self._context.settings.unsuited | refused | {name: "runs the step"}
+
+
+def unused_kinds(context: Context) -> list[Key]:
+    """Return captured kinds of steps above 64, or above a hundredth of the limit.
+
+    The plans of the context are in the order of their last use. Kinds that share a capture are few
+    bytes each, and stay.
+    """
+    limit = context.settings.present_limit or 0
+    most = min(_MOST, max(_FEWEST, limit // _SHARE // _BYTES))
+    alone = {key.measured: key for key, plan in context.plans.items() if plan.is_alone}
+    return list(alone.values())[:-most]

