@@ -27,11 +27,7 @@ class InfeasibleError(ValueError):
     """
 
     def __init__(
-        self,
-        message: str,
-        minimum_bytes: int,
-        lower_bound_bytes: int = 0,
-        peak: Peak | None = None,
+        self, message: str, minimum_bytes: int, lower_bound_bytes: int = 0, peak: Peak | None = None
     ) -> None:
         super().__init__(message, minimum_bytes, lower_bound_bytes, peak)
         self.minimum_bytes = minimum_bytes

@@ -172,14 +172,9 @@ def format_seconds(s: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)):
         if size * scale >= 0.9995 or unit == "ns":
             break
-    return f"{sign}{_three_digits(size * scale)} {unit}"
-
-
-def _three_digits(value: float) -> str:
-    if value == 0:
-        return "0"
+    value = size * scale
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f}"
+    return f"{sign}{f'{value:.{digits}f}' if value else '0'} {unit}"
 
 
 def to_ns(seconds: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import sys
 import traceback
@@ -228,9 +229,7 @@ def places_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch
     return [] if in_functorch() else [(tensor, tensor.detach()) for tensor in found]
 
 
-def put_places_back(
-    places: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> list[torch.Tensor]:
+def put_places_back(places: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Put tensors back on the memory of their aliases; return those that had left it."""
     moved = [(t, alias) for t, alias in places if t.data_ptr() != alias.data_ptr()]
     for tensor, alias in moved:
@@ -365,32 +364,20 @@ def fake_mode_of(nodes: Iterable[Any]) -> Any:
     raise RuntimeError("the graph has no fake tensors")
 
 
-def real_tensors() -> Any:
-    """Return a context within a capture in which tensors are made with values."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+real_tensors: Any = torch._subclasses.fake_tensor.unset_fake_temporarily
+"""Context within a capture in which tensors are made with values."""
 
-    return unset_fake_temporarily()
-
-
-def fake_mode() -> Any:
-    """Return a mode in which tensors have every property except their values."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
+fake_mode: Any = torch._subclasses.FakeTensorMode
+"""Mode in which tensors have every property except their values."""
 
 
 def compiled_node(outputs: Iterable[torch.Tensor]) -> Any:
     """Return the node that runs a compiled call's backward, found from the call's outputs."""
-    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    for node in waiting[:_NODES_SEARCHED]:
-        if node.name() == "CompiledFunctionBackward":
-            return node
-    for node in waiting[:_NODES_SEARCHED]:
-        # Outputs that are views are made from the call's results afterwards.
-        for following, _ in node.next_functions:
-            if following is not None and following.name() == "CompiledFunctionBackward":
-                return following
-    return None
+    nodes = [t.grad_fn for t in outputs if t.grad_fn is not None][:_NODES_SEARCHED]
+    # Outputs that are views are made from the call's results afterwards.
+    following = (node for one in nodes for node, _ in one.next_functions if node is not None)
+    known = itertools.chain(nodes, following)
+    return next((node for node in known if node.name() == "CompiledFunctionBackward"), None)
 
 
 _NODES_SEARCHED = 64

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -26,6 +27,8 @@ _REQUIRED = """
     distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init
 """
 _MANAGED = "_is_fsdp_managed_module"
+_OF_GROUPS = ("_training_state", "_post_forward_indices", "reduce_grads", "all_reduce_grads")
+"""Attributes of a group of parameters that a forward and a backward change."""
 
 
 def _module_class() -> Any:
@@ -105,25 +108,19 @@ class ShardedParameter:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shard of the gradient."""
-        return int(self._param.sharded_param._local_tensor.numel()) * int(
-            self._param.orig_dtype.itemsize
-        )
+        elements = int(self._param.sharded_param._local_tensor.numel())
+        return elements * int(self._param.orig_dtype.itemsize)
 
     def whole_gradient(self) -> torch.Tensor | None:
         """Return the gradient that has not been reduced yet, if any."""
-        if self._param.unsharded_accumulated_grad is not None:
-            found: torch.Tensor = self._param.unsharded_accumulated_grad
-            return found
-        return None if self.whole is None else self.whole.grad
+        found: torch.Tensor | None
+        _, found, accumulated = self.gradients()
+        return found if accumulated is None else accumulated
 
     def gradients(self) -> tuple[Any, Any, Any]:
         """Return its current gradients, for `put_gradients`."""
-        whole = getattr(self._param, "_unsharded_param", None)
-        return (
-            self._param.sharded_param.grad,
-            None if whole is None else whole.grad,
-            self._param.unsharded_accumulated_grad,
-        )
+        whole = None if self.whole is None else self.whole.grad
+        return self._param.sharded_param.grad, whole, self._param.unsharded_accumulated_grad
 
     def take_gradients(self) -> tuple[Any, Any, Any]:
         """Remove and return its gradients, for `put_gradients`."""
@@ -133,11 +130,10 @@ class ShardedParameter:
 
     def put_gradients(self, gradients: tuple[Any, Any, Any]) -> None:
         """Restore the gradients that it had."""
-        self._param.sharded_param.grad = gradients[0]
-        whole = getattr(self._param, "_unsharded_param", None)
-        if whole is not None:
-            whole.grad = gradients[1]
-        self._param.unsharded_accumulated_grad = gradients[2]
+        self._param.sharded_param.grad, whole, accumulated = gradients
+        if self.whole is not None:
+            self.whole.grad = whole
+        self._param.unsharded_accumulated_grad = accumulated
 
     def local_gradient(self) -> torch.Tensor | None:
         """Return the shard of its gradient on this rank."""
@@ -325,15 +321,7 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
         *((c, dict(vars(c))) for c in contexts),
         *((s, {"_training_state": s._training_state}) for s in states),
         *(
-            (
-                group,
-                {
-                    "_training_state": group._training_state,
-                    "_post_forward_indices": list(group._post_forward_indices),
-                    "reduce_grads": group.reduce_grads,
-                    "all_reduce_grads": group.all_reduce_grads,
-                },
-            )
+            (group, {name: copy.copy(getattr(group, name)) for name in _OF_GROUPS})
             for group in groups
         ),
     ]
@@ -365,18 +353,12 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
 @contextmanager
 def ending_backwards_of(known: Iterable[Unit]) -> Iterator[None]:
     """End backwards for these units only; others, whole now, stay so with their gradients."""
-    contexts: dict[int, tuple[Any, list[Any]]] = {}
-    for unit in known:
-        state = unit._state
-        contexts.setdefault(id(state._state_ctx), (state._state_ctx, []))[1].append(state)
-    kept = [(context, context.all_states) for context, _ in contexts.values()]
-    try:
-        for context, states in contexts.values():
-            context.all_states = states
+    states = [unit._state for unit in known]
+    with ExitStack() as entered:
+        for context in {id(state._state_ctx): state._state_ctx for state in states}.values():
+            own = [state for state in states if state._state_ctx is context]
+            entered.enter_context(core.replaced(context, all_states=own))
         yield
-    finally:
-        for context, all_states in kept:
-            context.all_states = all_states
 
 
 def flat_group(mesh: Any) -> Any:

@@ -36,13 +36,8 @@ def check(device_types: Iterable[str] = ()) -> None:
     An ImportError lists the missing names, and the PyTorch versions that work. A RuntimeError says
     that there is no C++ compiler, or no Triton for a GPU among the types of the model's devices.
     """
-    for name in (
-        "choices",
-        "compile_fx",
-        "cpp_builder",
-        "decomposition",
-        "fx_passes.joint_graph",
-    ):
+    names = "choices", "compile_fx", "cpp_builder", "decomposition", "fx_passes.joint_graph"
+    for name in names:
         importlib.import_module(f"torch._inductor.{name}")
     importlib.import_module("torch.fx.passes.fake_tensor_prop")
     core.check(_REQUIRED)
@@ -68,11 +63,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
-
-
-def with_strides() -> Any:
-    """Return the operator that gives a tensor strides of a given order."""
-    return torch.ops.prims.inductor_force_stride_order.default
 
 
 def joint_passes(module: fx.GraphModule, placeholders: Iterable[Any]) -> None:

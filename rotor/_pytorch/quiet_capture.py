@@ -270,8 +270,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     }
     kept: Any = {name: value for name, value in wanted.items() if hasattr(config, name)}
     settings = config.patch(
-        reorderable_logging_functions=config.reorderable_logging_functions | SAYING,
-        **kept,
+        reorderable_logging_functions=config.reorderable_logging_functions | SAYING, **kept
     )
     with (
         convert_frame.compile_lock,  # Code captured by another thread would see what is patched.

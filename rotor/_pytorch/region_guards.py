@@ -21,12 +21,7 @@ class Refused(Exception):
     """Signal that a call cannot be one node."""
 
 
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 
 
 _CONSTANTS = (

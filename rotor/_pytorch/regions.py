@@ -265,8 +265,7 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
 
 @contextmanager
 def regions(
-    modules: Iterable[nn.Module],
-    slots_of: Callable[[nn.Module], Any],
+    modules: Iterable[nn.Module], slots_of: Callable[[nn.Module], Any]
 ) -> Iterator[Tracing]:
     """Have captures in the context trace one of alike modules; yield what is found.
 

@@ -132,14 +132,11 @@ def store(kind: str, environment: str, entries: dict[str, list[int]]) -> None:
 
 
 def _write(kind: str, environment: str, fields: dict[str, Any]) -> None:
-    path = _path(kind, environment)
-    if path is not None:
-        content = sealed(_header(kind, environment) | fields)
-        _write_whole(path, json.dumps(content).encode())
-
-
-def _write_whole(path: Path, content: bytes) -> None:
     """Write a whole file; log if that is impossible."""
+    path = _path(kind, environment)
+    if path is None:
+        return
+    content = json.dumps(sealed(_header(kind, environment) | fields)).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

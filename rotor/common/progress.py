@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 __all__ = ["Progress", "progress"]
@@ -66,12 +65,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
             Progress._outer = None

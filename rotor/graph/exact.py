@@ -56,11 +56,7 @@ def _operations(graph: Graph, unit: int) -> Operations:
 
 
 def checkmate(
-    graph: Graph,
-    budget_bytes: int | str,
-    *,
-    time_limit: float | None = None,
-    gap: float = 0.0,
+    graph: Graph, budget_bytes: int | str, *, time_limit: float | None = None, gap: float = 0.0
 ) -> Proof:
     """Return the fastest program within a budget, with a proof, for graphs of 20 to 40 operations.
 

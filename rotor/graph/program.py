@@ -81,10 +81,7 @@ class Program:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        actions: Iterable[int] | npt.NDArray[np.int32],
-        link: Link | None = None,
+        self, graph: Graph, actions: Iterable[int] | npt.NDArray[np.int32], link: Link | None = None
     ) -> None:
         if link is not None and not isinstance(link, Link):
             raise TypeError(f"link must be a rotor.graph.Link or None, got {link!r}")
@@ -280,9 +277,7 @@ def _numbers(ops: Iterable[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32
 
 
 def simulate(
-    graph: Graph,
-    actions: Iterable[int] | npt.NDArray[np.int32],
-    link: Link | None = None,
+    graph: Graph, actions: Iterable[int] | npt.NDArray[np.int32], link: Link | None = None
 ) -> Program:
     """Check and price a program.
 

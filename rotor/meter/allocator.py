@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
+from functools import partial
 from typing import Any, Self
 
 import psutil
@@ -27,16 +27,7 @@ from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.collector import CollectorPause
 from rotor.common.timeline import Timeline
-from rotor.meter.segments import (
-    END,
-    FREED,
-    MARK,
-    START,
-    Levels,
-    Segment,
-    counted_levels,
-    levels_of,
-)
+from rotor.meter.segments import END, FREED, MARK, START, Levels, Segment, counted_levels, levels_of
 
 __all__ = [
     "Meter",
@@ -84,7 +75,7 @@ def free_bytes(device: torch.device | str) -> int:
     ValueError
         The device is of another type.
     """
-    device = _checked(device)
+    device = devices.known(device)
     if device.type == "cpu":
         free = _core.probe_memory()["free_bytes"]
         return free if free >= 0 else int(psutil.virtual_memory().available)
@@ -122,7 +113,7 @@ def rounded_bytes(nbytes: int, device: torch.device | str) -> int:
         CPU: `nbytes`. Accelerator: the next multiple of 512, in which caching allocators give out
         memory; blocks above 1 MiB may come out up to 1 MiB larger when a cached one is reused.
     """
-    return accounting.rounded_bytes(nbytes, _checked(device).type)
+    return accounting.rounded_bytes(nbytes, devices.known(device).type)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -268,12 +259,7 @@ class Meter(ABC):
         with _profiler.in_turn(_PATIENCE):
             return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -373,7 +359,8 @@ class _CpuMeter(Meter):
         self._resident = set(storages)
         self._trace.mark(START)
         for storage in storages.values():
-            self._watched.append(weakref.ref(storage, _Freed(self._trace, storage.nbytes())))
+            name = f"{FREED}{storage.nbytes()}"
+            self._watched.append(weakref.ref(storage, partial(_mark_freed, self._trace, name)))
 
     def _mark(self, name: str) -> None:
         self._trace.mark(MARK + name)
@@ -414,15 +401,8 @@ class _CpuMeter(Meter):
         self._take(levels_of(events, self._resident))
 
 
-class _Freed:
-    """Recorder of marks for storages from before the start that are freed."""
-
-    def __init__(self, trace: _profiler.AllocationTrace, nbytes: int) -> None:
-        self._trace = trace
-        self._name = f"{FREED}{nbytes}"
-
-    def __call__(self, reference: object) -> None:
-        self._trace.mark(self._name)
+def _mark_freed(trace: _profiler.AllocationTrace, name: str, _: object) -> None:
+    trace.mark(name)
 
 
 class _DeviceMeter(Meter):
@@ -559,10 +539,7 @@ class _DeviceMeter(Meter):
 
 
 def meter(
-    device: torch.device | str,
-    *,
-    existing: Iterable[torch.Tensor] = (),
-    timeline: bool = False,
+    device: torch.device | str, *, existing: Iterable[torch.Tensor] = (), timeline: bool = False
 ) -> Meter:
     """Return a meter of the bytes allocated on a device.
 
@@ -595,7 +572,7 @@ def meter(
     >>> m.segments
     [Segment(name='copy', start_bytes=0, peak_bytes=8000, end_bytes=4000)]
     """
-    device = _checked(device)
+    device = devices.known(device)
     if device.type == "cpu":
         return _CpuMeter(device, list(existing), timeline)
     if not devices.has_counters(device):
@@ -604,7 +581,3 @@ def meter(
             "kept there, train without one or on another device"
         )
     return _DeviceMeter(device, timeline)
-
-
-def _checked(device: torch.device | str) -> torch.device:
-    return devices.known(device)

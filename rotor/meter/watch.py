@@ -17,12 +17,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import backwards, core, devices, dispatch
-from rotor.common.accounting import (
-    METERED_STEPS,
-    is_metered_again,
-    is_new_maximum,
-    noise_bytes,
-)
+from rotor.common.accounting import METERED_STEPS, is_metered_again, is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
 from rotor.errors import MemoryLimitWarning

@@ -77,10 +77,7 @@ class Traffic:
             return None
         writing = self.writing_ns - self.writes * latency_ns
         reading = self.reading_ns - self.reads * latency_ns
-        return (
-            self.written_bytes / max(writing, 1) * 1e9,
-            self.read_bytes / max(reading, 1) * 1e9,
-        )
+        return (self.written_bytes / max(writing, 1) * 1e9, self.read_bytes / max(reading, 1) * 1e9)
 
     def copy(self) -> Traffic:
         """Return the same figures as another object."""

@@ -554,10 +554,7 @@ class Driver:
             self.context.warn("over", plan.describe_excess())
             self.order.hand_back(key, before)
             return self._install(key, plan)
-        self.context.warn(
-            "over",
-            f"{plan.describe_excess()}. {TAKEN_OVER}",
-        )
+        self.context.warn("over", f"{plan.describe_excess()}. {TAKEN_OVER}")
         return taken
 
     def _run(self, plan: Any, call: Call, absent: Any) -> Any:

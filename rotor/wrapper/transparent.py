@@ -221,10 +221,7 @@ class TransparentModule(nn.Module):
         self.module._load_from_state_dict(*args, **kwargs)
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Return the wrapped module and inner ones; FSDP2 finds a sharded wrapper in its place."""
         stands_in = fsdp.is_unit(self)

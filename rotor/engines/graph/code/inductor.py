@@ -149,7 +149,9 @@ class _Builder:
             return made
         if any(stride == 0 for stride in value.stride()):
             return made
-        forced = self.graph.call_function(inductor.with_strides(), (made, list(value.stride())))
+        forced = self.graph.call_function(
+            torch.ops.prims.inductor_force_stride_order.default, (made, list(value.stride()))
+        )
         forced.meta["val"] = value
         return forced
 
