@@ -134,22 +134,11 @@ class BudgetError(MemoryError, ValueError):
         return str(self.args[0])
 
 
-FORMER_MODULES = frozenset(
-    f"rotor.{name}"
-    for name in (
-        "chained",
-        "dynamic",
-        "graphed",
-        "graphed_blocks",
-        "graphed_inductor",
-        "graphed_pieces",
-        "plan",
-        "schedule",
-        "sharded",
-        "stages",
-        "together",
-    )
-)
+_FORMER = """
+    chained dynamic graphed graphed_blocks graphed_inductor graphed_pieces plan schedule sharded
+    stages together
+"""
+FORMER_MODULES = frozenset(f"rotor.{name}" for name in _FORMER.split())
 
 
 class FormerModules:

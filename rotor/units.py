@@ -12,23 +12,10 @@ LARGEST_BYTES = 1 << 62
 """The largest number of bytes that is accepted as a size."""
 
 _LARGEST_NS = (1 << 63) - 1
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 1000,
-    "mb": 1000**2,
-    "gb": 1000**3,
-    "tb": 1000**4,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-    # As SLURM and Docker read them.
-    "k": 1 << 10,
-    "m": 1 << 20,
-    "g": 1 << 30,
-    "t": 1 << 40,
-}
+_POWERS = list(enumerate("kmgt", 1))
+_UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in _POWERS}}
+# SLURM and Docker read "K" as "KiB".
+_UNITS |= {f"{letter}{end}": 1024**k for k, letter in _POWERS for end in ("ib", "")}
 _TEXT = re.compile(
     r"\s*(\d+|\d*\.\d+|\d+\.)(?:e\+?(\d{1,2}))?\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE
 )

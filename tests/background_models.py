@@ -111,7 +111,7 @@ class Stepped:
     def __init__(self) -> None:
         self.jobs: list[SteppedJob] = []
 
-    def start(self, work) -> SteppedJob:
+    def __call__(self, work) -> SteppedJob:
         self.jobs.append(SteppedJob(work))
         return self.jobs[-1]
 

@@ -10,23 +10,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from rotor import _core
-
-
-class Generator(Protocol):
-    """Random generator whose state can be read and set."""
-
-    def get_state(self) -> torch.Tensor:
-        """Return the state, a tensor in the host's memory."""
-        ...
-
-    def set_state(self, new_state: torch.Tensor) -> Any:
-        """Set the state."""
-        ...
 
 
 class _ModuleGenerator:
@@ -420,6 +408,10 @@ def count(device_type: str) -> int:
     except RuntimeError:
         return 0
     return int(module.device_count()) if module.is_available() else 0
+
+
+Generator = torch.Generator | _ModuleGenerator
+"""Random generator whose state, a tensor in the host's memory, can be read and set."""
 
 
 def release_all() -> None:

@@ -24,26 +24,10 @@ class Refused(Exception):
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 
 
-_CONSTANTS = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bool,
-    type(None),
-    tuple,
-    type,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
-"""Types of values that cannot change within themselves."""
-
-
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+_CONSTANTS = (*_PLAIN_VALUES, *_FUNCTIONS, tuple, torch.device)
+"""Types of values that cannot change within themselves."""
 
 
 def _leaves(value: Any, found: list[Any], tensors: list[fx.Node]) -> None:
@@ -174,7 +158,7 @@ def _settings(value: Any) -> Any:
             for name, item in value.items()
             if isinstance(item, torch.Tensor | nn.Module | None)
         }
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+    if isinstance(value, _FUNCTIONS):
         return value
     return type(value)
 

@@ -48,11 +48,8 @@ class Job(Protocol):
         """Return the result of work that has ended; ``None`` without one; raise its error."""
 
 
-class Executor(Protocol):
-    """Place where pieces of work run."""
-
-    def start(self, work: Work) -> Job:
-        """Begin a piece of work; it is stopped when the job is no longer referenced."""
+Executor = Callable[[Work], Job]
+"""Function that begins a piece of work, which is stopped when the job is no longer referenced."""
 
 
 class _State:
@@ -64,7 +61,7 @@ class _State:
         self.error: BaseException | None = None
 
 
-class _ThreadJob:
+class ThreadJob:
     """Job in a thread of its own; the thread ends soon after the job is dropped."""
 
     def __init__(self, work: Work) -> None:
@@ -81,17 +78,21 @@ class _ThreadJob:
         return os.getpid() != self._process
 
     def is_done(self) -> bool:
+        """Return whether the work has ended."""
         return self._is_inherited() or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most some seconds; return whether the work has ended."""
         if not self._is_inherited():
             self._thread.join(timeout)
         return self.is_done()
 
     def stop(self) -> None:
+        """Have the work end soon, without a result."""
         self._state.stops = True
 
     def result(self) -> Any:
+        """Return the result; ``None`` without one; raise its error."""
         if self._is_inherited() or isinstance(self._state.error, Stopped):
             return None
         if self._state.error is not None:
@@ -123,11 +124,3 @@ def _stop_all() -> None:
         state.stops = True
     for thread, _ in running:
         thread.join()
-
-
-class Threads:
-    """Executor that begins a thread for each piece of work."""
-
-    def start(self, work: Work) -> Job:
-        """Begin a piece of work."""
-        return _ThreadJob(work)

@@ -28,17 +28,8 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _MODULES = str(Path(nn.modules.__file__).parent) + os.sep
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _PACKAGES = str(Path(torch.__file__).parents[1]) + os.sep
-_FRAMEWORKS = tuple(
-    _PACKAGES + name + os.sep
-    for name in (
-        "accelerate",
-        "lightning",
-        "lightning_fabric",
-        "peft",
-        "pytorch_lightning",
-        "transformers",
-    )
-)
+_NAMES = "accelerate lightning lightning_fabric peft pytorch_lightning transformers"
+_FRAMEWORKS = tuple(_PACKAGES + name + os.sep for name in _NAMES.split())
 
 
 def _is_ours(code: CodeType) -> bool:

@@ -64,8 +64,14 @@ from rotor.wrapper.usage_warnings import (
 class Driver:
     """Runner of a model's steps within its limit; the wrapper is referenced weakly."""
 
+    context: Context
+    engines: list[Engine]
+    """Engines of the model, in the order in which they are asked."""
     calls = 0
     """Number of calls of the wrapper's forward."""
+    _is_pending: IsPending = None
+    _thread = 0
+    _is_crowded = _has_collected = False
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self._begin(settings, wrapper, set())
@@ -73,13 +79,7 @@ class Driver:
 
     def _begin(self, settings: Settings, wrapper: nn.Module | None, warned: set[str]) -> None:
         self.settings = settings
-        self.context: Context
-        self.engines: list[Engine]
-        """Engines of the model, in the order in which they are asked."""
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
-        self._is_pending: IsPending = None
-        self._thread = 0
-        self._is_crowded = self._has_collected = False
         self._group_peers: Peers = Alone()
         self._announcer = Announcer(settings.verbosity)
         self.limits = Limits(settings)
@@ -147,14 +147,7 @@ class Driver:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.settings = state["settings"]
-        self._wrapper = _reference(None)
-        self._group_peers, self._thread = Alone(), 0
-        self._is_pending, self._is_crowded, self._has_collected = None, False, False
-        self._announcer = Announcer(self.settings.verbosity)
-        self.limits = Limits(self.settings)
-        self._attempts = Attempts()
-        self._discover(None, state["warned"])
+        self._begin(state["settings"], None, state["warned"])
         self.context.learned_loss.update(state["learned_loss"])
         if state["kept"] is not None:
             engine, plans, self.context.latest, self.context.latest_key = state["kept"]

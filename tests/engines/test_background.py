@@ -18,7 +18,7 @@ from background_models import Mixed, engine_of, limits, plain_losses, rows, step
 
 import rotor
 from rotor import memory
-from rotor.common.background import Stopped, Threads
+from rotor.common.background import Stopped, ThreadJob
 from rotor.engines.contract import Call
 from rotor.engines.graph import improving
 from rotor.engines.graph.costs import glance as glances
@@ -179,7 +179,7 @@ def test_a_thread_searches_and_ends_with_the_model(limit, monkeypatch):
             time.sleep(0.001)
 
     chk = wrapped(limit)
-    assert isinstance(engine_of(chk).improver.executor, Threads)
+    assert engine_of(chk).improver.executor is ThreadJob
     train(chk, rows(), 2)
     engine_of(chk).improver.rough.clear()
     monkeypatch.setattr(improving.planner, "plan", endless)
@@ -233,7 +233,7 @@ def test_a_copy_made_while_a_search_runs_plans_for_itself(copied, limit):
 
 def test_work_of_another_process_has_no_result(monkeypatch):
     go = threading.Event()
-    job = Threads().start(lambda stops: go.wait(60))
+    job = ThreadJob(lambda stops: go.wait(60))
     assert not job.is_done()
     parent = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
@@ -251,12 +251,12 @@ def test_stopped_work_has_no_result_and_an_error_comes_out():
             time.sleep(0.001)
         raise Stopped
 
-    job = Threads().start(waits)
+    job = ThreadJob(waits)
     assert not job.wait(0.01)
     job.stop()
     assert job.wait(60)
     assert job.result() is None
-    failing = Threads().start(lambda stops: 1 // 0)
+    failing = ThreadJob(lambda stops: 1 // 0)
     failing.wait()
     with pytest.raises(ZeroDivisionError):
         failing.result()

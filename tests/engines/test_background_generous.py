@@ -11,7 +11,7 @@ from zoo.models import Gated
 
 import rotor
 from rotor import _core
-from rotor.common.background import Threads
+from rotor.common.background import ThreadJob
 from rotor.engines.graph.capture import Capture
 from rotor.engines.graph.costs.glance import Refinement
 
@@ -30,7 +30,7 @@ def counts(monkeypatch):
         monkeypatch.setattr(owner, name, call)
 
     counted(_core, "frontier", "frontiers")
-    counted(Threads, "start", "searches")
+    counted(ThreadJob, "__init__", "searches")
     counted(Refinement, "advance", "measurements")
     counted(Capture, "reach", "captures")
     return found

@@ -25,7 +25,7 @@ LENGTHS = (40, 60, 90, 75)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Give a directory for the tables; let no search run in the background."""
     monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(improving, "Threads", Stepped)
+    monkeypatch.setattr(improving, "ThreadJob", Stepped())
     return tmp_path
 
 

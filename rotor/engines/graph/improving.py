@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core
-from rotor.common.background import Executor, Job, Threads
+from rotor.common.background import Executor, Job, ThreadJob
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.contract import Call, Context, Key
 from rotor.engines.graph.captured_step import CapturedStep
@@ -158,7 +158,7 @@ class Improver:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.executor: Executor = Threads()
+        self.executor: Executor = ThreadJob
         """Place where searches run."""
         self.rough: dict[Any, Rough] = {}
         """Operations that are left to measure, by the measured part of the steps' key."""
@@ -375,7 +375,7 @@ class Improver:
         own = max(plan.executor_bytes, search.own_bytes)
         options = self.context.settings.options
         work = begun_with(start.graph, plan, start, own, options, search.rounds)
-        search.job = self.executor.start(work)
+        search.job = self.executor(work)
 
     def _collect(self, search: _Search, job: Job) -> None:
         """Take the program of a search that has ended, if it is better and fits."""

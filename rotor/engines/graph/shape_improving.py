@@ -142,7 +142,7 @@ class ShapeImprover:
         work = begun_with(
             graph, plan, start, own, self._context.settings.options, state.rounds[target]
         )
-        state.job = self._improver.executor.start(work)
+        state.job = self._improver.executor(work)
 
     def _collect(self, state: _State) -> None:
         """Keep the program of a search that has ended, if it is better."""
