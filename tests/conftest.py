@@ -132,7 +132,7 @@ def plans_stay(request, monkeypatch):
     from rotor.engines.graph import improving
     from rotor.engines.graph import searching as known
 
-    monkeypatch.setattr(improving, "Threads", Stepped)
+    monkeypatch.setattr(improving, "ThreadJob", Stepped())
     monkeypatch.setattr(known.Known, "keep", lambda *_: None)
     monkeypatch.setattr(known.KnownOrders, "keep", lambda *_: None)
 

@@ -345,27 +345,16 @@ def settle_backwards(device: torch.device) -> None:
         nothing.view(0).backward(torch.empty(0, device=device))
 
 
-class _Calling(torch.autograd.Function):
-    """Function whose backward calls another one."""
-
-    @staticmethod
-    def forward(context: Any, value: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
-        """Keep the function."""
-        context.call = call
-        return value.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Call it."""
-        context.call()
-        return gradient, None
-
-
 def run_in_backward(device: torch.device, call: Callable[[], object]) -> None:
     """Call a function in an accelerator's thread of backwards, without gradients."""
     with torch.inference_mode(False), torch.enable_grad():
         nothing = torch.empty(0, device=device, requires_grad=True)
-        made = _Calling.apply(nothing, call)
+        made = nothing.view(0)
+
+        def run(_: torch.Tensor) -> None:
+            call()
+
+        made.register_hook(run)
         torch.autograd.grad(made, nothing, torch.empty(0, device=device))
     settle_backwards(device)
 

@@ -45,10 +45,6 @@ class Sum:
         shown = [f"{format_bytes(size)} {name}" for name, size in self.parts if size]
         return f"{format_bytes(self.total_bytes)} = {' + '.join(shown)}"
 
-    def least_total(self, step_bytes: int) -> int:
-        """Return the least total in which a step has as many bytes."""
-        return self.total_bytes - self.step_bytes + step_bytes
-
 
 class Room:
     """Limit of a model's steps that follows from its device, taken again when others need more.

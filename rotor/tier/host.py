@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +23,6 @@ from rotor.tier.interface import Tier, Traffic
 _LINE = 256
 _MOST_UNCOUNTED = 512
 """Number of copies and waits whose times are read together, to ask for few events at a time."""
-
-
-class _Kind(Enum):
-    WRITE = auto()
-    READ = auto()
-    WAIT = auto()
 
 
 class _Copy(NamedTuple):
@@ -54,7 +47,8 @@ class _Timed(NamedTuple):
     began: torch.Event
     ended: torch.Event
     nbytes: int
-    kind: _Kind
+    is_write: bool | None
+    """``None`` for a wait."""
 
 
 class _Ticket(NamedTuple):
@@ -102,10 +96,10 @@ class HostTier(Tier):
                     self._timed.append(one)
                     continue
                 ns = max(0, round(1e6 * one.began.elapsed_time(one.ended)))
-                if one.kind is _Kind.WAIT:
+                if one.is_write is None:
                     self._traffic.waited_ns += ns
                 else:
-                    self._traffic.add(one.nbytes, ns, is_write=one.kind is _Kind.WRITE)
+                    self._traffic.add(one.nbytes, ns, is_write=one.is_write)
 
     def reaches(self, device: torch.device) -> bool:
         """Return whether a device is an accelerator."""
@@ -141,7 +135,7 @@ class HostTier(Tier):
         for copy in area.reads.values():
             if copy.begin < offset + len(source) and offset < copy.end:
                 to_host.wait_event(copy.event)
-        event = self._copy(place, source, to_host, _Kind.WRITE)
+        event = self._copy(place, source, to_host, is_write=True)
         area.written[offset] = event
         return _Ticket(event, device, source)
 
@@ -152,7 +146,7 @@ class HostTier(Tier):
         place = area.slab[offset : offset + len(target)]
         to_device.wait_event(computing.record_event())
         to_device.wait_event(area.written[offset])
-        event = self._copy(target, place, to_device, _Kind.READ)
+        event = self._copy(target, place, to_device, is_write=False)
         area.reads[offset] = _Copy(offset, offset + len(target), event)
         return _Ticket(event, device, target)
 
@@ -162,7 +156,7 @@ class HostTier(Tier):
         came = _mark(computing)
         computing.wait_event(ticket.event)
         with self._lock:
-            self._timed.append(_Timed(came, ticket.event, 0, _Kind.WAIT))
+            self._timed.append(_Timed(came, ticket.event, 0, None))
 
     def release(self, area: Any) -> None:
         """Keep the memory for a later step, whose copies come after the ones of this step."""
@@ -183,7 +177,7 @@ class HostTier(Tier):
         _finish(areas)
 
     def _copy(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream, kind: _Kind
+        self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream, *, is_write: bool
     ) -> torch.Event:
         """Copy on a stream; return the event after it."""
         with stream:
@@ -191,7 +185,7 @@ class HostTier(Tier):
             target.copy_(source, non_blocking=True)
             ended = _mark(stream)
         with self._lock:
-            self._timed.append(_Timed(began, ended, len(source), kind))
+            self._timed.append(_Timed(began, ended, len(source), is_write))
         return ended
 
     def _on(self, device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:

@@ -63,10 +63,9 @@ class Limits:
         """Add the sum behind the limit to an error of a planner."""
         room = self.room
         if room is not None and room.latest is not None and error.minimum_bytes:
-            least = exact_bytes(room.latest.least_total(error.minimum_bytes))
-            text = (
-                f"{error.args[0]}. The limit follows from {room.latest}: in all, {least} would do"
-            )
+            found = room.latest
+            least = exact_bytes(found.total_bytes - found.step_bytes + error.minimum_bytes)
+            text = f"{error.args[0]}. The limit follows from {found}: in all, {least} would do"
             error.args = (text, *error.args[1:])
 
     def check(self, context: Context, plan: Any) -> None:
