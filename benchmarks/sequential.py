@@ -1,7 +1,8 @@
 """Compares "auto" with the chain and with the graph, on eight Sequentials under four limits each.
 
 Limits are the gradients and shares of what else the chain needs without recomputation. Figures are
-the predicted recomputation of each plan, and CPU time of a step, engines in turn, one thread.
+the predicted recomputation of each settled plan, CPU time of a step, engines in turn, one thread,
+and that of each engine's first step, from an empty cache directory, in plain steps.
 
 With ``--uncaptured``, three Sequentials with stages that cannot be captured: the chain, the
 captured parts with all other stages kept, and the parts with chains of these stages between them.
@@ -15,7 +16,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -129,6 +132,7 @@ UNCAPTURED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     ),
 }
 
+ENGINES = ("chain", "graph", "auto")
 WAYS = ("chain", "parts", "mixed")
 
 
@@ -145,20 +149,27 @@ def _slower(plan: Any) -> float:
     return float(plan.sequence.makespan / plan.chain.ideal_time) - 1
 
 
-def _trained(model: nn.Module, x: torch.Tensor, limit: int, engine: str) -> Any:
-    """Return a model that has a plan from three steps; ``None`` if none fits."""
+def _trained(
+    model: nn.Module, x: torch.Tensor, limit: int, engine: str
+) -> tuple[Any, float | None]:
+    """Return a model with its settled plan, and its first step's time; nothing if none fits."""
     chk = rotor.Checkpointable(
         copy.deepcopy(model),
         mem_limit=limit,
         engine=engine,
         **({} if engine == "chain" else {"effort": "fast"}),
     )
-    try:
-        for _ in range(3):
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["ROTOR_CACHE_DIR"] = directory
+        try:
+            first = _step(chk, x)
+            for _ in range(2):
+                _step(chk, x)
+            chk.wait_for_planning()
             _step(chk, x)
-    except rotor.InfeasibleError:
-        return None
-    return chk
+        except rotor.InfeasibleError:
+            return None, None
+        return chk, first
 
 
 def _limit(model: nn.Module, x: torch.Tensor, share: float) -> int:
@@ -174,7 +185,9 @@ def compare(name: str, share: float) -> dict[str, Any]:
     torch.manual_seed(0)
     model, x = MODELS[name]()
     limit = _limit(model, x, share)
-    found = {engine: _trained(model, x, limit, engine) for engine in ("chain", "graph", "auto")}
+    plain = min(_step(model, x) for _ in range(ROUNDS))
+    trained = {engine: _trained(model, x, limit, engine) for engine in ENGINES}
+    found = {engine: chk for engine, (chk, _) in trained.items()}
     times: dict[str, list[float]] = {engine: [] for engine, chk in found.items() if chk}
     for _ in range(ROUNDS):
         for engine, seen in times.items():
@@ -183,6 +196,7 @@ def compare(name: str, share: float) -> dict[str, Any]:
     for engine, chk in found.items():
         row[engine] = _slower(chk.plan) if chk else None
         row[f"{engine}_s"] = min(times[engine]) if chk else None
+        row[f"{engine}_first"] = trained[engine][1] / plain if chk else None
     row["runs"] = found["auto"].plan.engine if found["auto"] else None
     return row
 
@@ -218,7 +232,7 @@ def compare_uncaptured(name: str, share: float) -> dict[str, Any]:
     found = {}
     for way in WAYS:
         with _as(way):
-            found[way] = _trained(model, x, limit, "chain" if way == "chain" else "auto")
+            found[way], _ = _trained(model, x, limit, "chain" if way == "chain" else "auto")
     for way in WAYS[1:]:
         if found[way] is not None and found[way].plan.engine != "parts":
             found[way] = None
@@ -291,12 +305,15 @@ def main() -> None:
             rows.append(row)
             both = [row[engine] for engine in ("chain", "graph") if row[engine] is not None]
             worse += bool(both) and (row["auto"] is None or row["auto"] > min(both) + 0.01)
-            shown = "".join(f"{_shown(row[engine]):>11}" for engine in ("chain", "graph", "auto"))
+            shown = "".join(f"{_shown(row[engine]):>11}" for engine in ENGINES)
             times = " ".join(
                 f"{1e3 * row[f'{engine}_s']:.1f}" if row[f"{engine}_s"] else "-"
-                for engine in ("chain", "graph", "auto")
+                for engine in ENGINES
             )
-            sys.stdout.write(f"{name:<15}{share:>6.2f}{shown}  {row['runs']} (ms: {times})\n")
+            firsts = " ".join(f"{row[f'{engine}_first'] or 0:.0f}" for engine in ENGINES)
+            sys.stdout.write(
+                f"{name:<15}{share:>6.2f}{shown}  {row['runs']} (ms: {times}; first: {firsts})\n"
+            )
             sys.stdout.flush()
     sys.stdout.write(f"{worse} of {len(rows)} are slower than the better one by more than 1 %\n")
     if given.json:

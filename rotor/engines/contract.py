@@ -461,7 +461,7 @@ class Engine(ABC):
 
     def finish_planning(self, timeout: float | None) -> bool:
         """Wait for background searches; return whether none is left."""
-        return True
+        return all(other.finish_planning(timeout) for other in self.others.values())
 
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
         """Set the algorithm of the following plans, and their options beside the constructor's."""

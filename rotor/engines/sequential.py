@@ -49,6 +49,8 @@ WORTH = 0.01
 """Share of recomputation in the chain from which capturing a graph is worth its time."""
 
 _NEVER = float("inf")
+_HOPE = 0.5
+"""Share of a first program's recomputation that exact costs and a search may leave."""
 _MARGIN = 64
 """Divisor of a limit: this share is left free while the code between parts is estimated."""
 
@@ -72,9 +74,8 @@ class Comparison:
 
 
 class _WholeGraph(GraphEngine):
-    """Graph of a chain, captured and searched in full for each shape."""
+    """Graph of a chain, captured for each shape."""
 
-    improves = False
     follows_shapes = False
 
 
@@ -164,9 +165,15 @@ class SequentialEngine(ChainEngine):
         self._reasons: dict[Any, str] = {}
         self._no_parts: dict[Any, str] = {}
         self._compared: dict[Key, Comparison] = {}
+        self._hoped: dict[Key, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"others": {}, "_samples": {}, "_compared": {}}
+        return super().__getstate__() | {
+            "others": {},
+            "_samples": {},
+            "_compared": {},
+            "_hoped": {},
+        }
 
     def is_portable(self) -> bool:
         """Return whether a copy of the model shares all state, and all plans are chains'."""
@@ -265,6 +272,8 @@ class SequentialEngine(ChainEngine):
             raise InfeasibleError(*least.args)
         number = self._agreed(offers.index(min(possible, key=lambda offer: offer.slower)))
         chosen = offers[number]
+        if chosen.name == "graph":
+            self._hoped[key] = slower
         self._compared[key] = Comparison(chosen.name, {o.name: o.prediction for o in offers})
         for offer in offers:
             logger.info("compared: %s %s", offer.name, offer.prediction)
@@ -314,7 +323,9 @@ class SequentialEngine(ChainEngine):
             return _Offer(name, None, _NEVER, _infeasible(error)), error
         if plan.engine == "graph":
             slower = plan.program.slowdown - 1
-            return _Offer(name, plan, slower, _prediction(plan.makespan, slower)), None
+            prediction = _prediction(plan.makespan, slower)
+            hoped = slower if plan.planning.is_final else _HOPE * slower
+            return _Offer(name, plan, hoped, prediction), None
         if plan.predicted_bytes + plan.reserve_bytes > limit_bytes:
             refusal = InfeasibleError(
                 f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of "
@@ -424,6 +435,18 @@ class SequentialEngine(ChainEngine):
                 times = other.seconds * (ideal / fastest)
             found += zip(other.bytes.tolist(), times.tolist(), strict=True)
         return Curve.from_points(found), device
+
+    def improved(self, plan: Any, call: Call) -> Any:
+        """Return the plan of the next step; a graph's is compared again after its last search."""
+        owner = self.others.get(plan.engine)
+        found = plan if owner is None else owner.improved(plan, call)
+        if found.engine == "graph" and found.planning.is_final:
+            slower = found.program.slowdown - 1
+            if slower > self._hoped.pop(found.key, _NEVER) + WORTH:
+                self.give_up(found, _prediction(found.makespan, slower))
+                self._no_parts[found.key.measured] = "not captured: the whole model was"
+                found.outdated = True
+        return found
 
     def give_up(self, plan: Any, reason: str) -> None:
         """Note that the graph, or the parts, cannot run such steps after all."""

@@ -499,7 +499,7 @@ class Driver:
         if plan is not None and not wants_plan:
             plan.key = key
             if self._is_pending is None or not self._is_pending():
-                plan = self.order.owner(plan).improved(plan, call)
+                plan = engine.improved(plan, call)
             if plan.verdict is Verdict.KEEP:
                 return plan
         if key.measured in self._unplanned:

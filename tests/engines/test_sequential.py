@@ -67,6 +67,18 @@ def test_the_plan_with_less_recomputation_runs(share):
     assert all("recomputed" in row for row in rows.values())
 
 
+def test_the_chain_runs_again_where_a_graphs_search_finds_too_little(monkeypatch):
+    monkeypatch.setattr("rotor.engines.sequential.WORTH", -10.0)
+    model = feed_forward()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit_of(model, 0.5), effort="fast")
+    check_steps(chk, model, 1)
+    assert chk.plan.engine == "graph"
+    assert chk.wait_for_planning()
+    check_steps(chk, model, 2)
+    assert chk.plan.engine == "chain"
+    assert "recomputed" in rows_of(chk)["graph"]
+
+
 def test_a_chain_that_recomputes_nothing_is_not_captured(monkeypatch):
     monkeypatch.setattr(rotor.engines.graph.engine.GraphEngine, "measure", None)
     model = feed_forward()

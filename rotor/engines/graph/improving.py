@@ -247,6 +247,8 @@ class Improver:
         if before is not None and before.job is not None:
             before.job.stop()
         old = context.plans.get(key)
+        if not isinstance(old, GraphPlan):
+            old = None
         if before is not None and (before.plan is not old or before.plan.step is not step):
             before = None
         keys = self._keys[1] if self._keys is not None and self._keys[0] is step.lowered else None
