@@ -20,7 +20,7 @@ from torch import nn
 
 from rotor._pytorch import core, devices, dispatch, fsdp
 from rotor.algorithms.curve import Curve
-from rotor.common.frames import release, warn_caller
+from rotor.common.frames import release
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import Ranks
 from rotor.common.rerun import STEP
@@ -38,7 +38,7 @@ from rotor.engines.contract import (
     Settings,
 )
 from rotor.engines.peers import Alone, Peers, SharingRanks
-from rotor.errors import InfeasibleError, MemoryLimitWarning
+from rotor.errors import InfeasibleError
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes, format_bytes
@@ -58,6 +58,7 @@ from rotor.wrapper.usage_warnings import (
     warn_of_later_code,
     warn_of_measuring,
     warn_of_searches,
+    warn_unmeasured,
 )
 
 
@@ -428,8 +429,8 @@ class Driver:
         failed: Exception | None = None
         try:
             plan = self._ready(key, call, is_one_behind=is_one_behind)
-        except allocator.OtherThreadError as error:
-            warn_caller(f"this step ran without a limit: {error}", MemoryLimitWarning)
+        except allocator.MeterBusyError as error:
+            warn_unmeasured(self.context, error)
             plan = None
         except Exception as error:
             if not is_of_forward(error, self.context, call):

@@ -14,6 +14,7 @@ from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
 from rotor.engines.contract import Context, Engine
 from rotor.errors import MemoryLimitWarning
+from rotor.meter.allocator import MeterBusyError, OtherThreadError
 from rotor.meter.step_meter import cancel_running, is_running
 from rotor.units import exact_bytes
 
@@ -61,6 +62,20 @@ def runs_first(context: Context) -> bool:
         "batch, before it is trained",
     )
     return True
+
+
+def warn_unmeasured(context: Context, error: MeterBusyError) -> None:
+    """Warn of a step of plain PyTorch, as it cannot be measured yet; raise if an engine is set."""
+    text = f"this step ran without a limit: {error}"
+    if isinstance(error, OtherThreadError):
+        warn_caller(text, MemoryLimitWarning)
+    elif context.settings.engine != "auto" or context.peers.ranks is not None:
+        raise error
+    else:
+        context.warn(
+            "unmeasured",
+            f"{text}. Until then such steps run as plain PyTorch, {_unlimited(context)}",
+        )
 
 
 def _unlimited(context: Context) -> str:

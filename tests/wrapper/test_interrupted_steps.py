@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from zoo.cases import Case, Loop, Residual, blocks, rows, usual_step
 from zoo.judge import Snapshot
-from zoo.models import Branching
+from zoo.models import Row
 
 import rotor
 from rotor import memory
@@ -317,15 +317,11 @@ def test_a_step_that_fails_in_any_phase_can_be_repeated(phase: str, engine: str)
                 assert ratio < 1e-5, f"after {error.__name__}: {where} in step {k}"
 
 
-@pytest.mark.filterwarnings("ignore:no single graph of the model")
-@pytest.mark.parametrize("engine", ["chain", "graph", "parts"])
+@pytest.mark.parametrize("engine", ["chain", "graph"])
 def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(engine, monkeypatch):
     torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
-    model: Any = Branching(body) if engine == "parts" else body
-    chk = rotor.Checkpointable(
-        model, mem_limit="1GiB", engine="auto" if engine == "parts" else engine
-    )
+    model = nn.Sequential(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
+    chk = rotor.Checkpointable(model, mem_limit="1GiB", engine=engine)
     x = torch.randn(20, 24)
     for _ in range(2):
         with (
@@ -340,8 +336,27 @@ def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(eng
     expected = [p.grad.clone() for p in model.parameters()]
     chk.zero_grad()
     chk(x).sum().backward()
-    assert type(chk.plan).__name__ == {"chain": "Plan", "graph": "GraphPlan"}.get(
-        engine, "PartsPlan"
-    )
+    assert type(chk.plan).__name__ == {"chain": "Plan", "graph": "GraphPlan"}[engine]
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("around", [torch.profiler.profile, lambda: memory.meter("cpu")])
+@pytest.mark.parametrize("make", [nn.Sequential, Row])
+def test_steps_within_a_profiler_are_plain_until_it_has_gone(make, around, monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
+    plain = make(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
+    net = copy.deepcopy(plain)
+    chk = rotor.Checkpointable(net, mem_limit="1GiB")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", rotor.MemoryLimitWarning)
+        for number in range(3):
+            x = torch.randn(20, 24)
+            with around() if number < 2 else nullcontext():
+                chk(x).sum().backward()
+            plain(x).sum().backward()
+            assert (chk.plan is None) == (number < 2)
+            for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine.grad, other.grad)
+    (text,) = [str(one.message) for one in told if one.category is rotor.MemoryLimitWarning]
+    assert "plain PyTorch, and nothing keeps the limit of 1 GiB (1073741824 bytes)" in text
