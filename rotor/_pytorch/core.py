@@ -95,11 +95,10 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def registries_of(module: nn.Module, *, with_parameters: bool = True) -> list[dict[str, Any]]:
+def registries_of(module: nn.Module, *, with_parameters: bool) -> list[dict[str, Any]]:
     """Return the dictionaries of a module's parameters, buffers, children and hooks."""
-    skipped = None if with_parameters else module._parameters
-    found = [slots for slots in slots_of_module(module) if isinstance(slots, dict)]
-    return [slots for slots in found if slots is not skipped]
+    found = slots_of_module(module, with_parameters=with_parameters)
+    return [slots for slots in found if isinstance(slots, dict)]
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
@@ -107,9 +106,8 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-def is_without_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is zeros that PyTorch made no memory for."""
-    return tensor._is_zerotensor()
+is_without_memory = torch.Tensor._is_zerotensor
+"""Function that returns whether a tensor is zeros that PyTorch made no memory for."""
 
 
 def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -297,11 +297,6 @@ def set_attention_kernels(enabled: list[bool]) -> None:
         getattr(_BLAS, f"enable_{name}")(flag)
 
 
-def direct_call(function: Any) -> Any:
-    """Return the function that an operator calls, without its wrapper in Python."""
-    return getattr(function, "_op", function)
-
-
 # Nodes of autograd that run no sum. A sum that is seen while one of them runs is the engine's,
 # which adds up the gradients that reach a tensor from several sides.
 _NODES = """

@@ -286,8 +286,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def units() -> list[Unit]:
-    """Return all units of this process; raise ImportError as `check` does."""
-    check()
+    """Return all units of this process; ImportError: a private name of FSDP2 is missing."""
+    core.check(_REQUIRED)
     mapping = attrgetter("distributed._composable_state._module_state_mapping")(torch)
     found: dict[int, Unit] = {}
     for module, reference in list(mapping.items()):
@@ -296,11 +296,6 @@ def units() -> list[Unit]:
             if state is not None and id(state) not in found:
                 found[id(state)] = Unit(module._get_fsdp_state())
     return list(found.values())
-
-
-def check() -> None:
-    """Raise ImportError if a private name of FSDP2 that rotor needs is missing."""
-    core.check(_REQUIRED)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rotor import _core
-from rotor._pytorch import dispatch
+from rotor._pytorch import core, dispatch
 
 aten = torch.ops.aten
 
@@ -202,15 +202,15 @@ class Operator:
         self.is_custom = self.name.partition("::")[0] not in _OWN_NAMESPACES
         self.varies = torch.Tag.dynamic_output_shape in call.tags
         has_flag = odd.hidden_if < len(schema.arguments)
-        replay = dispatch.direct_call(call)
+        replay = core.callable_of(call)
         if odd.replay is not None and (not odd.hidden or (has_flag and self.written)):
             replay = odd.replay
         self.kernel = _core.Kernel(
             self,
             self.name,
-            dispatch.direct_call(call),
+            core.callable_of(call),
             replay,
-            None if odd.in_place is None else dispatch.direct_call(odd.in_place),
+            None if odd.in_place is None else core.callable_of(odd.in_place),
             tuple(where for where in self.written if isinstance(where, int)),
             tuple(where for where in self.written if isinstance(where, str)),
             odd.hidden if has_flag else (),

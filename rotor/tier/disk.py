@@ -117,11 +117,10 @@ class DiskTier(Tier):
             self._file = _core.DiskFile(self.directory, buffered)
         except OSError as error:
             if error.errno is not None:
-                raise OSError(
-                    error.errno,
-                    f"{os.strerror(error.errno)}: no file for offloaded values can be made in this "
-                    "folder; offload='disk:FOLDER' or DiskTier(FOLDER) names another one",
-                    str(self.directory),
+                raise self._failed(
+                    error,
+                    "no file for offloaded values can be made in this folder; "
+                    "offload='disk:FOLDER' or DiskTier(FOLDER) names another one",
                 ) from None
             raise ValueError(
                 f"the file system of {self.directory} has no direct input and output (O_DIRECT): "
@@ -141,6 +140,10 @@ class DiskTier(Tier):
     def __repr__(self) -> str:
         return f"DiskTier({str(self.directory)!r}{', buffered=True' if self.buffered else ''})"
 
+    def _failed(self, error: OSError, text: str) -> OSError:
+        number = error.errno or errno.EIO
+        return OSError(error.errno, f"{os.strerror(number)}: {text}", str(self.directory))
+
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the file takes on the disk, for all areas that were used at one time."""
@@ -154,12 +157,10 @@ class DiskTier(Tier):
                 self._file.reserve(area.end)
             except OSError as error:
                 self.release(area)
-                raise OSError(
-                    error.errno,
-                    f"{os.strerror(error.errno or errno.EIO)}: offloaded values need "
-                    f"{exact_bytes(area.end)} on the disk, which this folder does not have; give a "
-                    "folder with more room, or a lower offload_limit",
-                    str(self.directory),
+                raise self._failed(
+                    error,
+                    f"offloaded values need {exact_bytes(area.end)} on the disk, which this folder "
+                    "does not have; give a folder with more room, or a lower offload_limit",
                 ) from None
             self._reserved = max(self._reserved, area.end)
         return area
@@ -199,12 +200,10 @@ class DiskTier(Tier):
             ticket.transfer.wait()
         except OSError as error:
             act = "writing" if ticket.is_write else "reading"
-            raise OSError(
-                error.errno,
-                f"{os.strerror(error.errno or errno.EIO)}: {act} {ticket.nbytes} bytes of an "
-                "offloaded value failed, and with it the training step; nothing of the model has "
-                "changed but what the step had done before",
-                str(self.directory),
+            raise self._failed(
+                error,
+                f"{act} {ticket.nbytes} bytes of an offloaded value failed, and with it the "
+                "training step; nothing of the model has changed but what the step had done before",
             ) from None
         if not ticket.is_counted:
             ticket.is_counted = True
