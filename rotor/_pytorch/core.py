@@ -469,7 +469,6 @@ def in_forward_ad() -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -563,7 +562,6 @@ def default_store() -> Any:
 
 
 def is_distributed() -> bool:
-    """Return whether this process trains with others."""
     return _has_ranks() and torch.distributed.get_world_size() > 1
 
 

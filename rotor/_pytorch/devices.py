@@ -85,7 +85,6 @@ def reset_peak(device: torch.device) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that are allocated on an accelerator."""
     is_known = _stats is not None and device.index is not None and torch.accelerator.is_available()
     if not is_known or not torch._C._accelerator_isAllocatorInitialized():
         return counters(device)[0]
@@ -243,7 +242,6 @@ _capped: dict[torch.device, float] = {}
 
 
 def generator_of(device: torch.device) -> Generator:
-    """Return the default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module = _module(device)
@@ -315,7 +313,6 @@ def departure(device: torch.device) -> Callable[[], bool] | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on an accelerator."""
     torch.accelerator.synchronize(device)
 
 

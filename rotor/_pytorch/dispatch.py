@@ -124,8 +124,6 @@ def backwards_within(
 
 
 class Backward(NamedTuple):
-    """Running backward."""
-
     roots: tuple[Any, ...]
     """Nodes at which it began."""
     accumulates: bool

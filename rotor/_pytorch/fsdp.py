@@ -66,7 +66,6 @@ class ShardedParameter:
 
     @property
     def shard(self) -> nn.Parameter:
-        """Sharded parameter."""
         found: nn.Parameter = self._param.sharded_param
         return found
 
@@ -90,7 +89,6 @@ class ShardedParameter:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the whole parameter."""
         dtype = self._param.param_dtype or self._param.orig_dtype
         return self.gathered_numel * int(dtype.itemsize)
 
@@ -129,14 +127,12 @@ class ShardedParameter:
         return taken
 
     def put_gradients(self, gradients: tuple[Any, Any, Any]) -> None:
-        """Restore the gradients that it had."""
         self._param.sharded_param.grad, whole, accumulated = gradients
         if self.whole is not None:
             self.whole.grad = whole
         self._param.unsharded_accumulated_grad = accumulated
 
     def local_gradient(self) -> torch.Tensor | None:
-        """Return the shard of its gradient on this rank."""
         gradient = self._param.sharded_param.grad
         return None if gradient is None else gradient._local_tensor
 
@@ -165,7 +161,6 @@ class Unit:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks over which a parameter is cut."""
         return int(getattr(self._mesh_info, "shard_mesh_size", 1))
 
     @property
@@ -180,7 +175,6 @@ class Unit:
 
     @property
     def reshards_after_forward(self) -> bool:
-        """True if parameters are released after the forward."""
         return all(group.post_forward_mesh_info is not None for group in self._groups)
 
     @property
@@ -197,7 +191,6 @@ class Unit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of its whole parameters."""
         return sum(p.gathered_bytes for p in self.parameters)
 
     @property
@@ -217,7 +210,6 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """True if its parameters are whole now."""
         return bool(self._groups) and all(group.is_unsharded for group in self._groups)
 
     def shares_buffers_with(self, other: Unit) -> bool:
@@ -243,7 +235,6 @@ class Unit:
         return found
 
     def gather(self) -> None:
-        """Make its parameters whole."""
         for group in self._groups:
             group.lazy_init()
             group.unshard()

@@ -59,7 +59,6 @@ def check(device_types: Iterable[str] = ()) -> None:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's table of decompositions of operators."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
@@ -95,18 +94,14 @@ def near_choices(apart: int) -> Any:
     from torch._inductor.choices import InductorChoices
 
     class NearChoices(InductorChoices):
-        """Choices that fuse neighbours only."""
-
         @staticmethod
         def uuid() -> str:
-            """Return the key of these choices in Inductor's cache."""
             return f"rotor fuses within {apart}"
 
         @staticmethod
         def can_fuse_horizontal(
             scheduler: Any, node1: Any, node2: Any, shared_data_score: int
         ) -> bool:
-            """Return whether two independent kernels may become one."""
             between = max(node1.min_order - node2.max_order, node2.min_order - node1.max_order)
             if between > apart:
                 return False

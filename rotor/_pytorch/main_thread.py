@@ -16,7 +16,6 @@ logger = logging.getLogger("rotor")
 
 
 def is_current() -> bool:
-    """Return whether this is the main thread."""
     return threading.get_ident() == threading.main_thread().ident
 
 

@@ -117,17 +117,14 @@ class _Session:
 
     @property
     def is_here(self) -> bool:
-        """True if this thread has it."""
         return self._thread == threading.get_ident()
 
     @property
     def is_taken(self) -> bool:
-        """True if a thread has it."""
         return self._thread != 0
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if another thread has it."""
         return self._thread not in (0, threading.get_ident())
 
     @property
@@ -181,7 +178,6 @@ class _Session:
                 self._changed.notify_all()
 
     def belongs_to(self, trace: AllocationTrace) -> bool:
-        """Return whether a trace has it."""
         return self._trace() is trace
 
     def drop(self) -> None:

@@ -152,7 +152,6 @@ class _Repeats(_python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator."""
         if torch.Tag.nondeterministic_seeded in operator.tags or "empty" in str(operator):
             raise _Varies
         return operator(*args, **(kwargs or {}))

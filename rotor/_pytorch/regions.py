@@ -48,7 +48,6 @@ class Template:
 
     @property
     def body(self) -> fx.GraphModule:
-        """Graph of the forward."""
         found: fx.GraphModule = self.entry.body_gmod
         return found
 
@@ -173,7 +172,6 @@ def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict
 
 
 def _emit(tx: Any, tracing: Tracing, template: Template, variable: Any, given: Any) -> Any:
-    """Return the result of a call as one node of the graph."""
     signature, tensors = given
     if signature != template.signature:
         tracing.note("they are called with arguments that are not alike")
@@ -370,7 +368,6 @@ def joint_graph(
 
 
 def is_region(node: fx.Node) -> bool:
-    """Return whether a node is the call of a region."""
     return node.target is torch._higher_order_ops.invoke_subgraph
 
 

@@ -207,7 +207,6 @@ def _autograd() -> Any:
 
 
 def _call(key: str, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Call a script by the operator."""
     script, module = _SCRIPTS[key]
     if script.refusal:
         raise script.refused(script.refusal)
@@ -354,7 +353,6 @@ def refused(call: str, reason: str) -> CaptureError:
 
 
 def runs_script(node: fx.Node | None) -> bool:
-    """Return whether a node of a graph runs a script."""
     return node is not None and node.target in (_RUN, _GRADIENTS)
 
 
@@ -375,14 +373,12 @@ class StandIn(nn.Module):
         _reflect(self, script)
 
     def empty(self) -> None:
-        """Drop the tensors."""
         self._held.clear()
         for part in self.modules():
             part._parameters.clear()
             part._buffers.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the script by the operator."""
         return _call(self._key, args, kwargs, self._held)
 
 

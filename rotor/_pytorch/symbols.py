@@ -47,7 +47,6 @@ def depends_on_data(value: Any) -> bool:
 
 
 def has_symbols(tensor: torch.Tensor) -> bool:
-    """Return whether a size or a stride of a tensor is a symbol."""
     return bool(tensor._has_symbolic_sizes_strides)
 
 
@@ -83,7 +82,6 @@ _marked = False
 
 
 def are_marked() -> bool:
-    """Return whether dimensions are marked as symbols at present."""
     return _marked
 
 

@@ -144,7 +144,6 @@ class Writes(_python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator."""
         kwargs = kwargs or {}
         if self._watched:
             given = map(id, _tensors([*args, *kwargs.values()]))

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 PLANNING = ("background", "before")
 """Accepted values of ``planning=``."""
@@ -30,26 +30,6 @@ class Stopped(Exception):
 
 Work = Callable[[Callable[[], bool]], Any]
 """Function of another one that returns True once the work should stop; it then raises Stopped."""
-
-
-class Job(Protocol):
-    """Piece of work that has begun."""
-
-    def is_done(self) -> bool:
-        """Return whether the work has ended, in whatever way."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most some seconds; return whether the work has ended."""
-
-    def stop(self) -> None:
-        """Have the work end soon, without a result."""
-
-    def result(self) -> Any:
-        """Return the result of work that has ended; ``None`` without one; raise its error."""
-
-
-Executor = Callable[[Work], Job]
-"""Function that begins a piece of work, which is stopped when the job is no longer referenced."""
 
 
 class _State:
@@ -78,7 +58,7 @@ class ThreadJob:
         return os.getpid() != self._process
 
     def is_done(self) -> bool:
-        """Return whether the work has ended."""
+        """Return whether the work has ended, in whatever way."""
         return self._is_inherited() or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -92,12 +72,16 @@ class ThreadJob:
         self._state.stops = True
 
     def result(self) -> Any:
-        """Return the result; ``None`` without one; raise its error."""
+        """Return the result of work that has ended; ``None`` without one; raise its error."""
         if self._is_inherited() or isinstance(self._state.error, Stopped):
             return None
         if self._state.error is not None:
             raise self._state.error
         return self._state.result
+
+
+Executor = Callable[[Work], ThreadJob]
+"""Function that begins a piece of work, which is stopped when the job is no longer referenced."""
 
 
 def _run(work: Work, state: _State) -> None:

@@ -50,8 +50,6 @@ class _Source:
 
 
 class _Dict(_Source):
-    """All values of a dictionary."""
-
     def __init__(self, name: str, owner: dict[Any, Any]) -> None:
         super().__init__(name, owner, list(owner), owner.values)
 
@@ -101,8 +99,6 @@ class _Places(_Source):
 
 
 class _Items(_Source):
-    """Items of a list, a set or a deque."""
-
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner, range(len(owner)), owner.__iter__)
 
@@ -120,8 +116,6 @@ class _Items(_Source):
 
 
 class _Length(_Source):
-    """Length of a large container."""
-
     def __init__(self, name: str, owner: Any) -> None:
         super().__init__(name, owner, [None], lambda: (len(owner),))
 

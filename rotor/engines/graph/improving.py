@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core
-from rotor.common.background import Executor, Job, ThreadJob
+from rotor.common.background import Executor, ThreadJob
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.contract import Call, Context, Key
 from rotor.engines.graph.captured_step import CapturedStep
@@ -146,7 +146,7 @@ class _Search:
     plan: GraphPlan
     known: Known
     record: PlanningRecord
-    job: Job | None = None
+    job: ThreadJob | None = None
     has_begun: bool = False
     rounds: int = 0
     own_bytes: int = 0
@@ -379,7 +379,7 @@ class Improver:
         work = begun_with(start.graph, plan, start, own, options, search.rounds)
         search.job = self.executor(work)
 
-    def _collect(self, search: _Search, job: Job) -> None:
+    def _collect(self, search: _Search, job: ThreadJob) -> None:
         """Take the program of a search that has ended, if it is better and fits."""
         result, has_failed = outcome_of(job, self.context)
         search.record.is_final |= has_failed

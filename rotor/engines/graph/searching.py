@@ -22,7 +22,7 @@ from torch import fx
 
 from rotor._pytorch import core
 from rotor.common import cache
-from rotor.common.background import Job, Stopped, Work
+from rotor.common.background import Stopped, ThreadJob, Work
 from rotor.engines.contract import Context
 from rotor.engines.graph.costs.profile import environment_of, keys_of
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord
@@ -245,7 +245,7 @@ def begun_with(
     return partial(_search, graph, budget, seeded, start)
 
 
-def outcome_of(job: Job, context: Context) -> tuple[tuple[Program, float] | None, bool]:
+def outcome_of(job: ThreadJob, context: Context) -> tuple[tuple[Program, float] | None, bool]:
     """Return the result of a search that has ended, and whether it failed; warn if so."""
     try:
         return job.result(), False

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rotor.common.background import Job
+from rotor.common.background import ThreadJob
 from rotor.engines.contract import Context
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.planned import GraphPlan
@@ -47,7 +47,7 @@ class _State:
     """Shapes for which no more searches follow."""
     own_bytes: dict[Values, int] = field(default_factory=dict)
     """Bytes to leave beside programs, by shape."""
-    job: Job | None = None
+    job: ThreadJob | None = None
     target: Values = ()
     """Shape of the running search."""
     found: int = 0
