@@ -13,6 +13,7 @@ import csv
 import functools
 import gc
 import io
+import logging
 import queue
 import random
 import sys
@@ -39,6 +40,7 @@ from rotor.common.places import (
     Place,
     copied,
     global_names,
+    iterators_within,
     numpy_module,
     state_of,
     used_names,
@@ -49,12 +51,15 @@ from rotor.common.substitutes import slot_names
 _Identities = Collection[tuple[int, Any]] | None
 
 _MOST_CELLS = 100_000
+_MOST_ENTRIES = 1000
+"""Entries of a container of a library, such as a vocabulary, above which it is left unwatched."""
+_MOST_FOREIGN = 10_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WATCHED: tuple[type, ...] = (
     *(types.SimpleNamespace, argparse.Namespace, UserDict, UserList, weakref.WeakSet),
     *(queue.Queue, threading.Event, csv.DictWriter),
 )
-"""Kinds of objects of libraries whose attributes are watched."""
+"""Kinds of objects of libraries that are watched as the user's own are."""
 
 _CODE: Any = (
     types.FunctionType
@@ -64,6 +69,8 @@ _CODE: Any = (
     | functools.partial
     | type
 )
+_UNFOLLOWED: Any = torch.Tensor | nn.Module | io.IOBase | logging.Manager | _CODE
+"""Values of objects of libraries that are left unwatched, beside iterators."""
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "scipy"}
 
 
@@ -115,11 +122,11 @@ def _same_state(a: Any, b: Any) -> bool:
 
 
 def _position(iterator: Any) -> Any:
-    """Return the position of an iterator; `MISSING` if it does not report one."""
+    """Return the positions of an iterator and of those within; `MISSING` if one reports none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return repr(iterator.__reduce__()[1:])
+            return [repr(one.__reduce__()[1:]) for one in iterators_within(iterator)]
         except Exception:
             return MISSING
 
@@ -135,6 +142,7 @@ class _Values:
         self.kind = kind
         self.keys = keys
         self.before = {place.key: place.get() for place in self.places()}
+        self.new_key = id(owner), MISSING
 
     def places(self) -> list[Place]:
         return [
@@ -155,7 +163,8 @@ class _Values:
 
     def restore(self, among: _Identities = None) -> None:
         for place in self.changed():
-            if among is None or place.identity in among:
+            is_new = place.key not in self.before
+            if among is None or place.identity in among or (is_new and self.new_key in among):
                 place.put(self.before.get(place.key, MISSING))
         if among is None and type(self.owner) is dict and list(self.keys()) != list(self.before):
             # An entry that was removed comes back at its place.
@@ -261,6 +270,7 @@ class Watch:
         self._keep: list[Any] = []
         self._own: set[int] = set()
         self._slots: set[int] = set()
+        self._foreign: set[int] = set()
         self.generators: list[str] = []
         self.files: list[Any] = []
         self.streams: list[str] = []
@@ -293,8 +303,18 @@ class Watch:
             return
         if id(value) in self._seen:
             return
+        is_foreign = holder is not None and id(holder.owner) in self._foreign
+        if is_foreign and (len(self._foreign) > _MOST_FOREIGN or not _is_followed(value)):
+            return
         self._seen.add(id(value))
         self._keep.append(value)
+        if is_foreign:
+            self._foreign.add(id(value))
+        self._found(name, value, holder, is_foreign=is_foreign)
+        if not isinstance(value, nn.Module | _CODE):
+            self._attributes(name, value, is_foreign=is_foreign)
+
+    def _found(self, name: str, value: Any, holder: Place | None, *, is_foreign: bool) -> None:
         if isinstance(value, nn.Module):
             self._module(name, value)
         elif isinstance(value, _CODE):
@@ -308,6 +328,8 @@ class Watch:
                 self._waiting.append((f"{name}[{k}]", item, None))
         elif isinstance(value, types.GeneratorType):
             self.generators.append(name)
+        elif isinstance(value, types.CellType):
+            self._values(name, value, ClosureCell, lambda: [None])
         elif isinstance(value, LRU_CACHE):
             if not is_library(value.__module__):
                 self._state(name, value)
@@ -316,10 +338,12 @@ class Watch:
             self._state(name, value)
         elif isinstance(value, io.IOBase) and is_library(type(value).__module__):
             self._stream(name, value)
-        elif hasattr(value, "__next__") and not isinstance(value, io.IOBase):
+        elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
             self._mutable(value, holder)
-        else:
-            self._object(name, value)
+            if any(isinstance(one, types.GeneratorType) for one in iterators_within(value)):
+                self.generators.append(name)
+        elif not is_foreign and not isinstance(value, _WATCHED):
+            self._library_object(name, value)
 
     def _stream(self, name: str, value: io.IOBase) -> None:
         if is_file(value):
@@ -393,20 +417,27 @@ class Watch:
                     keys = functools.partial(list, used)
                     self._values(helper.__name__, vars(helper), Entry, keys, unique=value)
 
-    def _object(self, name: str, value: Any) -> None:
-        if is_library(type(value).__module__) and not isinstance(value, _WATCHED):
+    def _library_object(self, name: str, value: Any) -> None:
+        if is_library(type(value).__module__):
             # A writer of CSV, or a temporary file, holds a stream.
             held = [*gc.get_referents(value), *getattr(value, "__dict__", {}).values()]
             streams = [getattr(one, "__self__", one) for one in held]
             self._waiting += [(name, one, None) for one in streams if isinstance(one, io.IOBase)]
+
+    def _attributes(self, name: str, value: Any, *, is_foreign: bool) -> None:
+        slots, kind = getattr(value, "__dict__", None), type(value)
+        is_foreign |= is_library(kind.__module__) and not isinstance(value, _WATCHED)
+        if is_foreign and _keeps_own_state(kind.__module__):
             return
-        slots = getattr(value, "__dict__", None)
         if isinstance(slots, dict):
+            if is_foreign:
+                self._foreign.add(id(slots))
             self._values(name, slots, Entry, lambda: list(slots))
-        names = [n for n in slot_names(type(value)) if n not in ("__dict__", "__weakref__")]
-        if names:
-            self._values(name, value, Attribute, lambda: names)
-        self._class(type(value))
+        if not is_foreign:
+            names = [n for n in slot_names(kind) if n not in ("__dict__", "__weakref__")]
+            if names:
+                self._values(name, value, Attribute, lambda: names)
+            self._class(kind)
 
     def _values(
         self,
@@ -476,6 +507,12 @@ class Watch:
                 else:
                     holders[id(getattr(held, "__dict__", held))].append(place.identity)
         waiting += [place.identity for place in self.changed()]
+        # Entries that each run makes under another key are no preparation.
+        waiting += [
+            cell.new_key
+            for cell in self._cells.values()
+            if isinstance(cell, _Values) and any(p.key not in cell.before for p in cell.changed())
+        ]
         found: set[tuple[int, Any]] = set()
         while waiting:
             identity = waiting.pop()
@@ -488,6 +525,19 @@ class Watch:
         """Restore the state at construction; of places of these identities only, if given."""
         for cell in self._cells.values():
             cell.restore(among)
+
+
+def _keeps_own_state(module: str) -> bool:
+    """Return whether objects of a module, as those of FSDP2, are in order as a run leaves them."""
+    return module.startswith(("torch.", "rotor.")) and not module.startswith("torch.optim.")
+
+
+def _is_followed(value: Any) -> bool:
+    """Return whether a value of an object of a library is watched."""
+    if isinstance(value, dict | list | set | deque):
+        return len(value) <= _MOST_ENTRIES
+    is_plain = not isinstance(value, _UNFOLLOWED) and not hasattr(type(value), "__next__")
+    return is_plain and hasattr(value, "__dict__")
 
 
 def _unpacked(value: Any) -> Iterator[Any]:

@@ -50,9 +50,39 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     elif not isinstance(value, nn.Module) and hasattr(value, "__next__"):
         with warnings.catch_warnings(), suppress(Exception):
             warnings.simplefilter("ignore")
-            made = copy.copy(value)
+            is_pythons = type(value).__module__ in _PYTHONS
+            made = _copied_iterator(value, memo) if is_pythons else copy.copy(value)
     memo[id(value)] = value, made
     return made
+
+
+_PYTHONS = ("builtins", "itertools")
+"""Modules of iterators that may read other iterators, as zip and map do."""
+
+
+def _copied_iterator(value: Any, memo: dict[int, Any]) -> Any:
+    def inner(part: Any) -> Any:
+        if type(part) is tuple:
+            return tuple(map(inner, part))
+        return copied(part, memo) if hasattr(type(part), "__next__") else part
+
+    make, arguments, *state = value.__reduce__()
+    made = make(*map(inner, arguments))
+    if state and state[0] is not None:
+        made.__setstate__(inner(state[0]))
+    return made
+
+
+def iterators_within(value: Any) -> Iterator[Any]:
+    """Yield an iterator, or those in a tuple, and those that iterators of Python's read."""
+    if type(value) is tuple:
+        for part in value:
+            yield from iterators_within(part)
+    elif hasattr(type(value), "__next__"):
+        yield value
+        if type(value).__module__ in _PYTHONS:
+            with suppress(Exception):
+                yield from iterators_within(value.__reduce__()[1:])
 
 
 class Place:

@@ -7,10 +7,13 @@ import array
 import collections
 import contextvars
 import dataclasses
+import itertools
+import logging
 import os
 import random
 import threading
 import types
+import unittest.mock
 import warnings
 import weakref
 from collections.abc import Callable
@@ -390,6 +393,94 @@ def test_steps_equal_plain_ones(name, engine):
     function, make = HABITS[name]
     plain = outcome(lambda: Net(function), make)
     assert outcome(lambda: Net(function), make, mem_limit="1 MB", engine=engine) == plain
+
+
+class Counting(dict):
+    """A dictionary that counts what is put into it."""
+
+    puts = 0
+
+    def __setitem__(self, key, value):
+        self.puts += 1
+        super().__setitem__(key, value)
+
+
+def scheduled():
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def one_more(name="n"):
+    def added(held):
+        setattr(held, name, getattr(held, name, 0) + 1)
+        return getattr(held, name)
+
+    return added
+
+
+def called(held):
+    held()
+    return held.call_count
+
+
+def put(held):
+    held["a"] = 1
+    return held.puts
+
+
+def stepped(held):
+    held.step()
+    return held.optimizer.param_groups[0]["lr"]
+
+
+def counted_by_keys(held):
+    held[len(held)] = 0
+    return len(held)
+
+
+OWNED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "list": (lambda: type("Named", (list,), {})(), one_more()),
+    "array": (lambda: np.ma.masked_array([1.0], mask=[0]), one_more()),
+    "dict": (Counting, put),
+    "mock": (unittest.mock.Mock, called),
+    "logger": (lambda: logging.Logger("a", 1), one_more("level")),
+    "scheduler": (scheduled, stepped),
+    "zip": (lambda: zip(range(1, 9), range(8), strict=True), lambda held: next(held)[0]),
+    "map": (lambda: map(float, iter(range(1, 9))), next),
+    "chain": (lambda: itertools.chain([1, 2], map(float, range(3, 9))), next),
+    "cell": (lambda: types.CellType(0), one_more("cell_contents")),
+    "keys": (dict, counted_by_keys),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain"])
+@pytest.mark.parametrize("kind", OWNED)
+def test_state_in_objects_of_libraries_changes_once_a_step(kind, engine):
+    make, use = OWNED[kind]
+    limited = {"mem_limit": "1 MB", "engine": engine}
+
+    class Owner(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, WIDTH)
+            self.held = make()
+
+        def forward(self, x):
+            return super().forward(x) * use(self.held)
+
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.square().mean()
+
+    def whole():
+        if engine == "chain":
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), Owner(), Mean())
+        owner = Owner()
+        net = Net(lambda net, x: owner(x))
+        net.owner = owner
+        return net
+
+    found = [outcome(whole, lambda: (tensor(),), **limit) for limit in (limited, {})]
+    assert found[0] == found[1]
 
 
 def test_a_running_generator_among_the_arguments_is_left_to_the_next_engine():
