@@ -77,7 +77,7 @@ def test_parts_share_a_capture_and_programs(captured: list[Any]) -> None:
     # The whole model is tried first; then the first shape is captured alone.
     assert counts[1:] == [counts[1]] * 5
     assert len({id(kind.captured) for kind in kinds}) == 1
-    assert len({kind.shape.values for kind in kinds}) == 4
+    assert len({kind.step.values for kind in kinds}) == 4
     assert [kind.is_carried for kind in kinds] == [False, True, True, True, False]
 
 
@@ -92,7 +92,7 @@ def test_parts_search_at_their_own_shape_before_they_refuse(
         step(chk, batch_of(length), cnn_loss)
     # Of the second shape, the program without recomputation alone is left.
     for kind in {site.kind for site in chk.plan.parts.sites}:
-        for orders in kind.shared.orders.values():
+        for orders in kind.orders.values():
             orders[:] = [np.arange(len(kind.lowered.tasks), dtype=np.int32)]
     searched = []
     search = Captures.search

@@ -26,7 +26,7 @@ from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.inductor import Inductor
 from rotor.engines.graph.code.offloading import Layout, layout_of
 from rotor.engines.graph.code.pricing import Pooling, build_graph, outliving_storages, sizes_of
-from rotor.engines.graph.code.proving import proving_bytes
+from rotor.engines.graph.code.proving import Prover, proving_bytes
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.false_edges import DEVICES
 from rotor.engines.graph.tracing.lowering import Lowered
@@ -67,6 +67,8 @@ class CapturedStep:
     counts: str = "allocated"
     """Bytes that a limit counts on an accelerator: "allocated", or "reserved" by its allocator."""
     offload: Offload | None = None
+    releases_outputs: bool = False
+    """True if others hold the outputs of the forward, as far as these are held."""
     lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
     """Compiler of its programs; None if they are emitted as Python."""
@@ -83,8 +85,19 @@ class CapturedStep:
         if self.existing:
             self.lowered, self.costs = self._with_handovers(self.costs)
         self.costs = self._without_absent(self.costs)
+        self._release_outputs()
         if compiles:
             self.inductor = Inductor(self.lowered)
+
+    def _release_outputs(self) -> None:
+        """Count outputs of the forward as long as operations read them, if others hold them."""
+        if self.releases_outputs:
+            outputs = set(self.lowered.tasks[self.lowered.loss].inputs)
+            storages = [
+                (size, is_pinned and s not in outputs)
+                for s, (size, is_pinned) in enumerate(self.lowered.storages)
+            ]
+            self.lowered = replace(self.lowered, storages=storages)
 
     def _with_handovers(self, costs: list[Cost]) -> tuple[Lowered, list[Cost]]:
         most = COMPILED_HANDOVERS if self.capture.backend == "inductor" else HANDOVERS
@@ -212,13 +225,15 @@ class CapturedStep:
         """Return a program's code with comparisons, made by a function."""
         return make()
 
-    def code(self, numbers: list[int], layout: Layout | None = None) -> StepCode:
-        """Return the functions that run the actions of a program."""
+    def code(
+        self, numbers: list[int], layout: Layout | None = None, prover: Prover | None = None
+    ) -> StepCode:
+        """Return the functions that run the actions of a program, compared by a prover if given."""
         if self.inductor is not None:
             return self.inductor.code(numbers)
-        if self.hands_over:
-            return EarlyCode.of(self.lowered, numbers, layout=layout, pooling=self.pooling())
-        return emit(self.lowered, numbers, layout=layout, pooling=self.pooling())
+        make = EarlyCode.of if self.hands_over else emit
+        pooling = self.pooling()
+        return make(self.lowered, numbers, prover=prover, layout=layout, pooling=pooling)
 
     @property
     def has_pool(self) -> bool:

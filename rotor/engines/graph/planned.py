@@ -283,13 +283,8 @@ class GraphPlan(Metered):
                 known = [costs[id(t)] for t in whole.tasks]
                 pooling = self.step.pooling(whole, known)
                 return emit(whole, held, (), prover, self.layout, pooling), prover
-        prover, pooling = Prover(lowered, refuted), self.step.pooling()
-        if self.step.hands_over:
-            code = EarlyCode.of(
-                lowered, actions, prover=prover, layout=self.layout, pooling=pooling
-            )
-            return code, prover
-        return emit(lowered, actions, (), prover, self.layout, pooling), prover
+        prover = Prover(lowered, refuted)
+        return self.step.code(actions, self.layout, prover), prover
 
     def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
         """Return the code with early gradients; None if it has none, or cannot be cut."""

@@ -26,6 +26,7 @@ from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph, search
+from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, work_of
 from rotor.engines.graph.planned import GraphPlan
@@ -332,6 +333,7 @@ class ShapeStep(CapturedStep):
         self.lowered = replace(
             variant.lowered, storages=list(zip(sizes.tolist(), pinned, strict=True))
         )
+        self._release_outputs()
         listed = sizes.tolist()
         times, works = (part.tolist() for part in self._figures[1:])
         self.costs = [
@@ -364,8 +366,12 @@ class ShapeStep(CapturedStep):
         workspaces[self.lowered.loss] = loss_bytes
         return self._variant.resizing.graph(sizes, ns, workspaces)
 
-    def code(self, numbers: list[int], layout: Layout | None = None) -> StepCode:
+    def code(
+        self, numbers: list[int], layout: Layout | None = None, prover: Prover | None = None
+    ) -> StepCode:
         """Return the functions that run a program, which other shapes share."""
+        if prover is not None:
+            return super().code(numbers, layout, prover)
         entry = self._variant.entry(numbers)
         if entry.code is None:
             entry.code = super().code(numbers, layout)

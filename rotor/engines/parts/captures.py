@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from rotor._pytorch import core
 from rotor.common.frames import release
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.early import owners_of, slots_of
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.repeating import keep_unrepeatable
@@ -21,7 +23,7 @@ from rotor.engines.graph.costs.symbols import origin_values
 from rotor.engines.graph.shapes import ShapeStep, SymbolicGraph
 from rotor.engines.graph.sizing import Families, Family, origins_of, shapes_of
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.engines.parts.kinds import Kind, Shared
+from rotor.engines.parts.kinds import Kind
 from rotor.errors import CaptureError
 from rotor.tier.offload import Offload
 
@@ -202,23 +204,12 @@ class Captures:
             return None
         place = (id(step.captured), step.values)
         if place not in self.kinds:
-            shared = next((k.shared for (i, *_), k in self._shaped_kinds() if i == place[0]), None)
-            kind = Kind(
-                step.capture,
-                step.captured,
-                [],
-                self.device,
-                step.owners,
-                shape=step,
-                shared=shared or Shared(),
-                offload=self.offload,
-            )
-            kind.find_programs(self._options)
-            self.kinds[place] = kind
+            alike = [kind.orders for kind in self.kinds.values() if kind.captured is step.captured]
+            orders = alike[0] if alike else {}
+            step = replace(step, releases_outputs=True, offload=self.offload)
+            self.kinds[place] = Kind(step, orders)
+            self.kinds[place].find_programs(self._options)
         return self.kinds[place]
-
-    def _shaped_kinds(self) -> list[tuple[Any, Kind]]:
-        return [(place, kind) for place, kind in self.kinds.items() if kind.shape is not None]
 
     def search(self, kinds: Iterable[Kind]) -> None:
         """Search for programs at their own shape, for kinds that have programs of another shape."""
@@ -234,9 +225,18 @@ class Captures:
             if id(captured) not in self.kinds:
                 owners = owners_of(captured.lowered, found.primals, slots_of(module), arguments)
                 costs = self._price(captured.lowered, self.device, found.primals)
-                kind = Kind(capture, captured, costs, self.device, owners, offload=self.offload)
+                step = CapturedStep(
+                    capture,
+                    captured,
+                    costs,
+                    self.device,
+                    loss_captured=False,
+                    owners=owners,
+                    offload=self.offload,
+                    releases_outputs=True,
+                )
+                kind = self.kinds[id(captured)] = Kind(step)
                 kind.find_programs(self._options)
-                self.kinds[id(captured)] = kind
                 if self._shapes is not None:
                     known = (captured.lowered, costs)
                     self._shapes.note(key[0], module, key[1], arguments, known)

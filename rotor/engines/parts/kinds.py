@@ -16,24 +16,23 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import nn
 
+from rotor._pytorch import core
 from rotor.common.accounting import GENERATOR_BYTES, generator_bytes
 from rotor.common.rerun import Rerun, Unit
 from rotor.common.tensor_trees import output_tensors
-from rotor.engines.graph.capture import Capture, Captured, Unplanned
+from rotor.engines.graph.capture import Captured, Unplanned
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.actions import Action, actions_of
 from rotor.engines.graph.code.actions import Kind as ActionKind
-from rotor.engines.graph.code.early import EarlyCode, EarlyStep, Owners, slots_of
-from rotor.engines.graph.code.emit import Emitted, StepCode, emit
-from rotor.engines.graph.code.handover import with_handovers
-from rotor.engines.graph.code.offloading import Layout, Placed, layout_of
-from rotor.engines.graph.code.pricing import build_graph, sizes_of
+from rotor.engines.graph.code.early import EarlyCode, EarlyStep, slots_of
+from rotor.engines.graph.code.emit import Emitted, StepCode
+from rotor.engines.graph.code.offloading import Layout, Placed
+from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.costs.repeating import keep_from_now_on
-from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import CaptureError, InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
@@ -41,7 +40,6 @@ from rotor.graph.assembly import Option, undominated
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
-from rotor.tier.offload import Offload
 
 logger = logging.getLogger("rotor")
 
@@ -141,37 +139,15 @@ def fetched_last(actions: Iterable[Action]) -> set[int]:
     return found
 
 
-@dataclass
-class Shared:
-    """Programs of one graph at any shape."""
-
-    orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
-    """Actions of programs, by existing gradients and unrepeatable operations."""
-    emitted: dict[Any, StepCode] = field(default_factory=dict)
-    """Functions, by these and by the actions; in `verified` those with comparisons."""
-    verified: dict[Any, tuple[StepCode, Prover]] = field(default_factory=dict)
-
-
 @dataclass(eq=False)
 class Kind:
-    """Captured graph, and the ways to run it."""
+    """Captured graph of a part, and the ways to run it."""
 
-    capture: Capture
-    captured: Captured
-    costs: list[Cost]
-    device: torch.device
-    owners: Owners | None = None
-    """Origins of its primals that get gradients; ``None`` if one of them is unknown."""
-    existing: frozenset[int] = frozenset()
-    """Gradients that exist when a step begins: new ones are added to them."""
-    shape: ShapeStep | None = None
-    """Sizes and costs at the shape of its calls, if other shapes share the graph."""
-    shared: Shared = field(default_factory=Shared)
-    offload: Offload | None = None
+    step: CapturedStep
+    orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
+    """Actions of programs at any shape, by existing gradients and unrepeatable operations."""
     programs: list[Program] = field(default_factory=list)
     """Ways to run it; `options` has their needs."""
-    lowered: Lowered = field(init=False, repr=False)
-    """Operations; outputs are not pinned: their users hold them."""
     link: Link | None = field(default=None, init=False, repr=False)
     """Link to the second tier on which the programs count."""
     _emitted: dict[int, StepCode] = field(default_factory=dict)
@@ -183,41 +159,24 @@ class Kind:
     _known: int = 0
     is_carried: bool = False
 
-    def __post_init__(self) -> None:
-        lowered = self.captured.lowered
-        if self.shape is not None:
-            step = self.shape.variant(self.existing, frozenset())
-            lowered, self.costs = step.lowered, step.costs
-        outputs = set(lowered.tasks[lowered.loss].inputs)
-        storages = [
-            (size, pinned and s not in outputs) for s, (size, pinned) in enumerate(lowered.storages)
-        ]
-        self.lowered = replace(lowered, storages=storages)
-        if self.existing and self.shape is None:
-            self.lowered, self.costs = with_handovers(self.lowered, self.costs, self.existing)
+    @property
+    def lowered(self) -> Lowered:
+        """Operations; outputs are not pinned: their users hold them."""
+        return self.step.lowered
+
+    @property
+    def captured(self) -> Captured:
+        """Captured graph, which kinds of other shapes share."""
+        return self.step.captured
 
     def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
         """Return this graph for steps that begin with gradients of parameters with these ids."""
         slots = slots_of(module)
-        found = frozenset(
-            index
-            for index, owner in (self.owners or {}).items()
-            if owner.slots and id(slots[owner.slots[0]][0][slots[owner.slots[0]][1]]) in existing
-        )
-        if found == self.existing:
+        found = self.step.existing_among([id(core.value_in(s)) not in existing for s in slots])
+        if found == self.step.existing:
             return self
         if found not in self._variants:
-            kind = Kind(
-                self.capture,
-                self.captured,
-                self.costs,
-                self.device,
-                self.owners,
-                found,
-                self.shape,
-                self.shared,
-                self.offload,
-            )
+            kind = Kind(self.step.base.variant(found, frozenset()), self.orders)
             kind.find_programs(options)
             self._variants[found] = kind
         return self._variants[found]
@@ -225,42 +184,28 @@ class Kind:
     def emitted(self, number: int) -> StepCode:
         """Return the functions of a program."""
         if number not in self._emitted:
-            key = self._key(number)
-            if key not in self.shared.emitted:
-                self.shared.emitted[key] = self._code(number)
-            self._emitted[number] = self.shared.emitted[key]
+            numbers = self.programs[number].actions.tolist()
+            self._emitted[number] = self.step.code(numbers, self.layout(number))
         return self._emitted[number]
-
-    def _code(self, number: int, prover: Prover | None = None) -> StepCode:
-        numbers, layout = self.programs[number].actions.tolist(), self.layout(number)
-        if any(task.gradients for task in self.lowered.tasks):
-            return EarlyCode.of(self.lowered, numbers, prover=prover, layout=layout)
-        return emit(self.lowered, numbers, prover=prover, layout=layout)
 
     def layout(self, number: int) -> Layout | None:
         """Return the places of a program's offloaded values; ``None`` if it has none."""
         if number not in self._layouts:
-            self._layouts[number] = self._layout_of(self.programs[number])
+            self._layouts[number] = self.step.layout(self.programs[number])
         return self._layouts[number]
-
-    def _layout_of(self, program: Program) -> Layout | None:
-        if self.offload is None or program.link is None:
-            return None
-        sizes = sizes_of(self.lowered, self.costs)
-        return layout_of(self.offload.tier, self.lowered, program.actions.tolist(), sizes)
 
     def verified(self, number: int) -> tuple[StepCode, Prover] | None:
         """Return a program's functions with comparisons; ``None`` if it recomputes nothing."""
-        ops = self.programs[number].ops.tolist()
-        if len(ops) == len(set(ops)):
+        program = self.programs[number]
+        if program.runs.max(initial=0) < 2:
             return None
-        key = self._key(number)
-        if number not in self._verified and key in self.shared.verified:
-            self._verified[number] = self.shared.verified[key]
-        if number not in self._verified:
+
+        def make() -> tuple[StepCode, Prover]:
             prover = Prover(self.lowered, partial(keep_from_now_on, self.captured.lowered))
-            found = self._code(number, prover), prover
-            self._verified[number] = self.shared.verified[key] = found
+            return self.step.code(program.actions.tolist(), self.layout(number), prover), prover
+
+        if number not in self._verified:
+            self._verified[number] = self.step.verified(program.actions, make)
         return self._verified[number]
 
     def recomputes(self, number: int) -> bool:
@@ -281,9 +226,6 @@ class Kind:
         """True if an operation gave other bits since the search for programs."""
         return self.unrepeatable != self._known
 
-    def _key(self, number: int) -> Any:
-        return self.existing, self._known, self.programs[number].actions.tobytes()
-
     def find_programs(self, options: dict[str, Any], *, again: bool = False) -> None:
         """Plan the graph for several amounts of kept memory, and several peaks.
 
@@ -292,8 +234,8 @@ class Kind:
         """
         self._forget_programs()
         self._known = len(self.captured.lowered.unrepeatable)
-        self.link = self._link()
-        known = self.shared.orders.setdefault((self.existing, self._known), [])
+        self.link = self.step.link
+        known = self.orders.setdefault((self.step.existing, self._known), [])
         carried = self._priced(known, self.link)
         self.is_carried = bool(carried) and not again
         if self.is_carried:
@@ -304,7 +246,7 @@ class Kind:
 
     def follow_link(self, options: dict[str, Any]) -> None:
         """Add programs for the latest speed of the second tier; the others keep their numbers."""
-        link = self._link()
+        link = self.step.link
         if link == self.link:
             return
         self.link = link
@@ -314,18 +256,15 @@ class Kind:
         self.programs = [*old, *(new[actions] for actions in new if actions not in known)]
         self._options.clear()
 
-    def _link(self) -> Link | None:
-        return None if self.offload is None else self.offload.known_link(self.device)
-
     def _searched(self, options: dict[str, Any]) -> list[Program]:
         def kept_bytes(program: Program) -> int:
             return self.option(program, is_held=True).kept_bytes
 
-        return search_levels(self.lowered, self.costs, self.link, options, kept_bytes)
+        return search_levels(self.lowered, self.step.costs, self.link, options, kept_bytes)
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
         """Return programs with these actions, but for those that are impossible at this shape."""
-        free = free_graph(self.lowered, self.costs, 0, moves=link is not None)
+        free = free_graph(self.lowered, self.step.costs, 0, moves=link is not None)
         found = []
         for row in rows:
             is_moved = any(number >= len(free) for number in row)
@@ -358,7 +297,7 @@ class Kind:
         Sizes of values may differ here: none is too small for the tier, and its limit is kept by
         the choice among the programs.
         """
-        self.link = self._link()
+        self.link = self.step.link
         self.programs = self._priced(rows, _lenient(self.link))
         self._forget_programs()
 
@@ -372,7 +311,7 @@ class Kind:
         boundary = numbers.index(self.lowered.loss)
         runs = program.runs
         random = [k for k, task in enumerate(self.lowered.tasks) if task.random and runs[k] > 1]
-        own = generator_bytes(self.device.type, len(random))
+        own = generator_bytes(self.step.device.type, len(random))
         # While an operation draws its random numbers again, the current state is held too.
         held = own - GENERATOR_BYTES if own else 0
         is_early = any(numbers[:boundary].count(k) > 1 for k in random)
@@ -384,7 +323,7 @@ class Kind:
         padding = 0 if program.link is None else program.link.padding_bytes
         fetched = fetched_last(actions[:boundary])
         timeline = program.timeline()
-        layout = self._layout_of(program)
+        layout = self.step.layout(program)
         return Option(
             kept_bytes=sum(graph.storages[s].bytes + padding * (s in fetched) for s in kept) + held,
             forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0))
@@ -404,8 +343,8 @@ class Kind:
         marks: tuple[Callable[[], object], Callable[[], object]] | None,
     ) -> Iterator[Any]:
         """Make the next call run a program; return the arguments to call it with."""
-        if isinstance(code, EarlyCode) and self.owners is not None:
-            early = EarlyStep(code, self.owners, marks)
+        if isinstance(code, EarlyCode) and self.step.owners is not None:
+            early = EarlyStep(code, self.step.owners, marks)
             self.captured.emitted = early
             with early.around(slots_of(module), arguments) as replaced:
                 yield replaced
@@ -456,14 +395,14 @@ class Kind:
         if places is not None:
             assert placed is not None
             places.layout = placed
-        self.capture.forget_programs()
+        self.step.capture.forget_programs()
         if module not in self._units:
             self._units[module] = Unit(module.modules())
-        rerun = Rerun(self._units[module], (args, kwargs), self.device, is_whole=False)
-        self.capture.leaves = []
+        rerun = Rerun(self._units[module], (args, kwargs), self.step.device, is_whole=False)
+        self.step.capture.leaves = []
         try:
             with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
-                output = self.capture(module, given, named)
+                output = self.step.capture(module, given, named)
         except Unplanned as reached:
             # A Python value that the code depends on has changed.
             reached.primals.clear()
@@ -474,8 +413,8 @@ class Kind:
         finally:
             self.captured.emitted = None
         if len(self.captured.lowered.output_of_tangent) > 1:
-            self.capture.note_absent_tangents(output_tensors(output))
-        return self.capture.with_a_way_around(
+            self.step.capture.note_absent_tangents(output_tensors(output))
+        return self.step.capture.with_a_way_around(
             output, rerun, lambda value: module.forward(*value[0], **value[1])
         ), ""
 

@@ -214,5 +214,5 @@ class PiecesStep:
     ) -> tuple[Any, str]:
         output, failed = kind.call(emitted, module, args, kwargs, marks, placed)
         if not failed:
-            self.token = kind.capture.token
+            self.token = kind.step.capture.token
         return output, failed
