@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "HelpFormatter",
+    "add_options",
     "add_output",
     "add_trace",
     "check_folders",
@@ -99,27 +100,49 @@ def columns(rows: list[list[str]]) -> str:
     )
 
 
-def add_output(sub: argparse.ArgumentParser) -> None:
+_TYPES = {"N": int, "B": int, "R": number, "X": float, "S": float}
+
+
+def add_options(to: Any, options: dict[str, str], **defaults: Any) -> None:
+    """Add options by their usage, and their help.
+
+    A usage is ``--name VALUE``, ``--name VALUE ...`` for one or more values, or ``--name`` for a
+    flag; without the dashes, it is of an argument. `_TYPES` has the values that are numbers.
+    """
+    for usage, text in options.items():
+        name, _, value = usage.partition(" ")
+        if not value:
+            to.add_argument(name, action="store_true", help=text)
+            continue
+        metavar, _, more = value.partition(" ")
+        details: dict[str, Any] = {"nargs": "+"} if more else {}
+        if metavar in _TYPES:
+            details["type"] = _TYPES[metavar]
+        default = defaults.get(name.lstrip("-").replace("-", "_"))
+        to.add_argument(name, metavar=metavar, help=text, default=default, **details)
+
+
+def add_output(sub: argparse.ArgumentParser, **json_details: Any) -> None:
     """Add the options that every command has: ``--json``, ``--quiet``, ``--debug``."""
     group = sub.add_argument_group("output")
-    group.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the results as JSON, to stdout instead of the text where no file is given",
-    )
-    group.add_argument("--quiet", action="store_true", help="write no progress to stderr")
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    details = json_details or {
+        "nargs": "?",
+        "const": "-",
+        "help": "write the results as JSON, to stdout instead of the text where no file is given",
+    }
+    group.add_argument("--json", metavar="FILE", **details)
+    quiet, debug = "write no progress to stderr", "show the traceback of an error"
+    add_options(group, {"--quiet": quiet, "--debug": debug})
 
 
-def add_trace(sub: argparse.ArgumentParser) -> None:
-    """Add ``--trace``."""
-    sub.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="write a trace, to a .json or .json.gz file, for ui.perfetto.dev or chrome://tracing",
-    )
+def add_pages(sub: argparse.ArgumentParser) -> None:
+    """Add ``--html`` and ``--trace``."""
+    options = {
+        "--html FILE": "write a page, to a .html file",
+        "--trace FILE": "write a trace, to a .json or .json.gz file, for ui.perfetto.dev or "
+        "chrome://tracing",
+    }
+    add_options(sub, options)
 
 
 def check_pages(arguments: argparse.Namespace) -> None:

@@ -78,20 +78,12 @@ def _run(arguments: argparse.Namespace) -> int:
 def _text(cases: list[dict[str, Any]], device: str, is_held: bool) -> str:
     rows = [["model", "counted", "plain", "limit", "predicted", "measured", "held", "equal"]]
     for case in cases:
-        rows.append(
-            [
-                case["name"],
-                case["counts"],
-                *[_bytes(case[k]) for k in ("plain_bytes", "limit_bytes", "predicted_bytes")],
-                _bytes(case["measured_bytes"]),
-                case["refused"] or ("yes" if case["within"] else "NO"),
-                "-" if case["refused"] else "yes" if case["equal"] else "NO",
-            ]
-        )
+        sizes = [case[f"{k}_bytes"] for k in ("plain", "limit", "predicted", "measured")]
+        verdict = ["yes" if case[k] else "NO" for k in ("within", "equal")]
+        if case["refused"]:
+            verdict = [case["refused"], "-"]
+        shown = ["-" if size is None else format_bytes(size) for size in sizes]
+        rows.append([case["name"], case["counts"], *shown, *verdict])
     end = "All limits were held" if is_held else "Not all limits were held"
     advice = "" if is_held else ": please attach the file of --json to an issue"
     return f"{columns(rows)}\n\n{end} on {device}{advice}."
-
-
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else format_bytes(value)

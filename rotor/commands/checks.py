@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def check_model(arguments: argparse.Namespace) -> None:
         parse_input(text)
     if not arguments.input and (arguments.dtype or arguments.high):
         raise ValueError("--dtype and --high are of inputs: give --input too")
-    _check_types(len(arguments.input), arguments.dtype, arguments.high)
+    check_types(len(arguments.input), arguments.dtype, arguments.high)
     where, separator, _ = arguments.factory.rpartition(":")
     if not separator and re.search(r"\.py$|[/.]", arguments.factory):
         raise ValueError(
@@ -88,8 +89,11 @@ def check_model(arguments: argparse.Namespace) -> None:
         lengths_of(arguments.lengths, arguments.seed)
 
 
-def _check_types(inputs: int, types: list[str], highs: list[int]) -> None:
-    """Raise ValueError if types or bounds of the inputs are unknown, or too few or many."""
+def check_types(inputs: int, types: Sequence[str], highs: Sequence[int]) -> list[int]:
+    """Return the indices of the inputs of whole numbers.
+
+    Raises ValueError if types or bounds of the inputs are unknown, or too few or many.
+    """
     wrong = next((name for name in types if not _TYPE.fullmatch(name)), None)
     if wrong is not None:
         raise ValueError(f"no dtype {wrong!r}, expected one such as float32 or int64")
@@ -97,15 +101,16 @@ def _check_types(inputs: int, types: list[str], highs: list[int]) -> None:
         raise ValueError(
             f"{len(types)} --dtype for {inputs} --input: give one for all, or one for each"
         )
-    kinds = (types or ["float32"]) * (inputs if len(types) < 2 else 1)
-    whole = sum(bool(_WHOLE.fullmatch(name)) for name in kinds)
-    if len(highs) != whole and not (len(highs) == 1 and whole):
+    kinds = (list(types) or ["float32"]) * (inputs if len(types) < 2 else 1)
+    whole = [k for k, name in enumerate(kinds) if _WHOLE.fullmatch(name)]
+    if len(highs) != len(whole) and not (len(highs) == 1 and whole):
         raise ValueError(
-            f"{len(highs)} --high for {whole} --input of whole numbers: give the number of "
+            f"{len(highs)} --high for {len(whole)} --input of whole numbers: give the number of "
             "different values, such as --high 1000, one for all or one for each"
         )
     if highs and min(highs) < 1:
         raise ValueError(f"--high {min(highs)}: expected a number of 1 or more")
+    return whole
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rotor.algorithms.curve import Curve
-from rotor.commands import add_output, examples, give, tell
+from rotor.commands import add_options, add_output, examples, give, tell
 from rotor.commands.model import (
     LIMIT,
+    OFFLOAD,
+    PROFILE,
+    TOTAL,
     UNKNOWN,
     Subject,
     add_model,
-    add_offload,
-    add_profile,
-    add_total,
     limit_of,
     within_total,
     wrapped,
@@ -55,23 +55,17 @@ def add(commands: Any) -> None:
         ),
     )
     add_model(sub)
-    add_profile(sub)
-    add_offload(sub)
-    sub.add_argument("--limit", metavar="BYTES", help=f"mark a limit, {LIMIT}")
-    add_total(sub)
-    sub.add_argument(
-        "--points",
-        type=int,
-        default=_POINTS,
-        metavar="N",
-        help="rows of the table at most; of a graph, limits that are planned (default: 16)",
-    )
-    sub.add_argument(
-        "--plot", metavar="FILE", help="draw it, to .png, .pdf or .svg, with matplotlib"
-    )
-    sub.add_argument(
-        "--no-plain", action="store_true", help="do not run a plain step to see its peak"
-    )
+    options = {
+        **PROFILE,
+        **OFFLOAD,
+        "--limit BYTES": f"mark a limit, {LIMIT}",
+        "--total BYTES": TOTAL,
+        "--points N": "rows of the table at most; of a graph, limits that are planned "
+        "(default: 16)",
+        "--plot FILE": "draw it, to .png, .pdf or .svg, with matplotlib",
+        "--no-plain": "do not run a plain step to see its peak",
+    }
+    add_options(sub, options, points=_POINTS)
     add_output(sub)
     sub.set_defaults(command=_run)
 
@@ -93,12 +87,8 @@ def _run(arguments: argparse.Namespace) -> int:
     limit = within_total(arguments, subject, limit)
     model = wrapped(subject, arguments, effort="fast")
     is_planned = has_single_plan(model)
-    here = subject.profile is None
-    free = (
-        allocator.free_bytes(subject.device)
-        if subject.profile is None
-        else subject.profile.free_bytes
-    )
+    profile, here = subject.profile, subject.profile is None
+    free = allocator.free_bytes(subject.device) if profile is None else profile.free_bytes
     if is_planned:
         found: Curve = model.curve(arguments.points, training=True)
     else:
@@ -130,15 +120,10 @@ def _run(arguments: argparse.Namespace) -> int:
     marks = [(_PLAIN, facts.plain_bytes), (_LIMIT, limit), (f"free on {where}", free)]
     found.marks = tuple([(name, size) for name, size in marks if size is not None])
     if arguments.plot is not None:
-        write_curve(
-            found,
-            Path(arguments.plot),
-            plain=_plain_point(found, facts),
-            limit_bytes=limit,
-            title=subject.name,
-        )
+        plain, path = _plain_point(found, facts), Path(arguments.plot)
+        write_curve(found, path, plain=plain, limit_bytes=limit, title=subject.name)
         tell(arguments, f"{arguments.plot} has the picture")
-    data = subject.described() | facts.to_dict()
+    data = subject.described() | asdict(facts)
     data |= {
         "curve": found.to_dict(),
         "minimum_bytes": found.minimum_bytes,
@@ -180,10 +165,6 @@ class CurveFacts:
         with suppress(InfeasibleError):
             plan = model.plan_step(self.limit_bytes, effort=effort or "default")
             self.engine, self.predicted_bytes = plan.engine, plan.predicted_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return them as plain data, for JSON."""
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CurveFacts:

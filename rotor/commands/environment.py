@@ -78,25 +78,13 @@ def _of_torch(free_bytes: int | None) -> tuple[list[dict[str, Any]], str | None,
     except ImportError:
         return [{**cpu, "free_bytes": free_bytes, "total_bytes": None}], None, None
     total = _core.probe_memory()["total_bytes"]
-    devices: list[dict[str, Any]] = [
-        {
-            **cpu,
-            "free_bytes": allocator.free_bytes("cpu"),
-            "total_bytes": None if total < 0 else total,
-            "threads": torch.get_num_threads(),
-        }
-    ]
+    sizes = {"free_bytes": allocator.free_bytes("cpu"), "total_bytes": None if total < 0 else total}
+    devices: list[dict[str, Any]] = [{**cpu, **sizes, "threads": torch.get_num_threads()}]
     if torch.accelerator.is_available():
         for index in range(torch.accelerator.device_count()):
             device = torch.device(places.default_type(), index)
             # The driver knows of a device that is not in use without taking memory on it.
-            free, total_bytes = allocator.driver_bytes(device)
-            devices.append(
-                {
-                    "name": str(device),
-                    "model": places.name_of(device),
-                    "free_bytes": free,
-                    "total_bytes": total_bytes,
-                }
-            )
+            free, total = allocator.driver_bytes(device)
+            sizes = {"free_bytes": free, "total_bytes": total}
+            devices.append({"name": str(device), "model": places.name_of(device), **sizes})
     return devices, str(torch.__version__), has_storage_swap()

@@ -6,18 +6,17 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rotor import experiments
 from rotor.commands import (
+    add_options,
     add_output,
     columns,
     examples,
     give,
-    number,
     say,
     tell,
     write_command_json,
@@ -57,7 +56,7 @@ def add(commands: Any) -> None:
         kind = kinds.add_parser(
             name,
             help=_DESCRIBED[name],
-            description=_sentence(_DESCRIBED[name]),
+            description=f"{_DESCRIBED[name][0].upper()}{_DESCRIBED[name][1:]}.",
             epilog=examples(f"experiment {name}", f"experiment {name}{logs} --out results/"),
         )
         _add_options(kind, (name,))
@@ -72,7 +71,6 @@ def add(commands: Any) -> None:
     _add_options(kind, tuple(experiments.names()), few=True)
     kind.set_defaults(command=_all, experiment="all")
     _add_run(kinds)
-    _add_copy(kinds)
     listing = kinds.add_parser(
         "list",
         help="list the experiments, and the configurations and logs that come with the package",
@@ -81,149 +79,90 @@ def add(commands: Any) -> None:
     listing.set_defaults(command=_list)
 
 
+_OPTIONS: tuple[tuple[tuple[str, ...], bool, dict[str, str]], ...] = (
+    (
+        _LOG_EXPERIMENTS,
+        True,
+        {
+            "--logs PATH ...": "directories, logs, or lists of logs (default: the shipped logs)",
+            "--ratios R ...": "budgets as fractions of a log's memory without a budget (default: "
+            "0.1 0.2 ... 1)",
+            "--overhead-limit X": "stop beyond X times the time of the log (default: 2)",
+        },
+    ),
+    (
+        ("pareto", "ablation"),
+        True,
+        {"--trials N": "seeds of random heuristics (default: 10)"},
+    ),
+    (
+        ("static",),
+        False,
+        {"--planners NAME ...": "default: all of them; an unknown one lists them"},
+    ),
+    (
+        ("static",),
+        True,
+        {
+            "--checkmate-seconds S": "time limit of Checkmate for each budget (default: 60; 0 for "
+            "none)"
+        },
+    ),
+    (
+        ("linear",),
+        False,
+        {
+            "--sizes N ...": "operations in each direction (default: 16 32 64 128 256 512)",
+            "--bounds NAME ...": 'memory, such as "2 sqrt(n)"; an unknown one lists them',
+            "--heat-size N": "size of the heat map (default: 200; 0 for none)",
+        },
+    ),
+    (
+        ("adversarial",),
+        False,
+        {
+            "--nodes N ...": "nodes of the network (default: 32 64 128 256 512)",
+            "--paths B ...": "paths, and storages that memory holds (default: 4 8 16)",
+        },
+    ),
+    (
+        ("linear", "adversarial", "static"),
+        False,
+        {"--heuristics NAME ...": "see `rotor heuristics`"},
+    ),
+    (
+        tuple(name for name in _DESCRIBED if name != "static"),
+        True,
+        {"--seed N": "seed of random heuristics (default: 0)"},
+    ),
+)
+"""Experiments, whether `all` has their options too, and the options with their help."""
+
+
 def _add_options(kind: Any, names: tuple[str, ...], *, few: bool = False) -> None:
     """Add the options of experiments; `few`: the options that several of them share."""
-    _add_out(kind)
-    kind.add_argument(
-        "--jobs",
-        type=int,
-        default=usable_cpus(),
-        metavar="N",
-        help="processes (default: %(default)s)",
-    )
-    _add_formats(kind)
-    _add_resumption(kind)
-
-    def add(*those: str, shared: bool = False, option: str, **details: Any) -> None:
-        if any(name in those for name in names) and (shared or not few):
-            kind.add_argument(option, **details)
-
-    add(
-        *_LOG_EXPERIMENTS,
-        shared=True,
-        option="--logs",
-        nargs="+",
-        metavar="PATH",
-        help="directories, logs, or lists of logs (default: the shipped logs)",
-    )
-    add(
-        *_LOG_EXPERIMENTS,
-        shared=True,
-        option="--ratios",
-        nargs="+",
-        type=number,
-        metavar="R",
-        help="budgets as fractions of a log's memory without a budget (default: 0.1 0.2 ... 1)",
-    )
-    add(
-        *_LOG_EXPERIMENTS,
-        shared=True,
-        option="--overhead-limit",
-        type=float,
-        metavar="X",
-        help="stop beyond X times the time of the log (default: 2)",
-    )
-    add(
-        *("pareto", "ablation"),
-        shared=True,
-        option="--trials",
-        type=int,
-        metavar="N",
-        help="seeds of random heuristics (default: 10)",
-    )
-    add(
-        "static",
-        option="--planners",
-        nargs="+",
-        metavar="NAME",
-        help="default: all of them; an unknown one lists them",
-    )
-    add(
-        "static",
-        shared=True,
-        option="--checkmate-seconds",
-        type=float,
-        metavar="S",
-        help="time limit of Checkmate for each budget (default: 60; 0 for none)",
-    )
-    add(
-        "linear",
-        option="--sizes",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="operations in each direction (default: 16 32 64 128 256 512)",
-    )
-    add(
-        "linear",
-        option="--bounds",
-        nargs="+",
-        metavar="NAME",
-        help='memory, such as "2 sqrt(n)"; an unknown one lists them',
-    )
-    add(
-        "linear",
-        option="--heat-size",
-        type=int,
-        metavar="N",
-        help="size of the heat map (default: 200; 0 for none)",
-    )
-    add(
-        "adversarial",
-        option="--nodes",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="nodes of the network (default: 32 64 128 256 512)",
-    )
-    add(
-        "adversarial",
-        option="--paths",
-        nargs="+",
-        type=int,
-        metavar="B",
-        help="paths, and storages that memory holds (default: 4 8 16)",
-    )
-    add(
-        *("linear", "adversarial", "static"),
-        option="--heuristics",
-        nargs="+",
-        metavar="NAME",
-        help="see `rotor heuristics`",
-    )
-    add(
-        *(name for name in experiments.names() if name != "static"),
-        shared=True,
-        option="--seed",
-        type=int,
-        metavar="N",
-        help="seed of random heuristics (default: 0)",
-    )
+    _add_output(kind, {"--jobs N": "processes (default: %(default)s)"})
+    for those, is_shared, options in _OPTIONS:
+        if any(name in those for name in names) and (is_shared or not few):
+            add_options(kind, options)
     add_output(kind)
 
 
-def _add_out(kind: Any) -> None:
-    kind.add_argument(
-        "--out",
-        default="results",
-        metavar="DIR",
-        help="where files are written (default: %(default)s)",
-    )
-
-
-def _add_formats(kind: Any) -> None:
+def _add_output(kind: Any, more: dict[str, str]) -> None:
+    """Add ``--out``, more options, and those on figures and on finished parts."""
+    out = {"--out DIR": "where files are written (default: %(default)s)"}
+    add_options(kind, out | more, out="results", jobs=usable_cpus())
     kind.add_argument(
         "--formats",
         nargs="*",
         choices=("pdf", "png", "svg"),
         help="formats of figures (default: pdf if matplotlib is installed); none for no figures",
     )
-
-
-def _add_resumption(kind: Any) -> None:
-    again = kind.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="read back finished parts (default)")
-    again.add_argument("--fresh", action="store_true", help="run everything again")
+    again = {
+        "--resume": "read back finished parts (default)",
+        "--fresh": "run everything again",
+    }
+    add_options(kind.add_mutually_exclusive_group(), again)
 
 
 def _add_run(kinds: Any) -> None:
@@ -240,27 +179,15 @@ def _add_run(kinds: Any) -> None:
             "experiment run configuration.json --out results/ --fresh",
         ),
     )
-    kind.add_argument(
-        "config", metavar="CONFIG", help="a file, or a name that `rotor experiment list` lists"
-    )
-    _add_out(kind)
-    _add_formats(kind)
-    _add_resumption(kind)
-    kind.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="list the runs, and end; the device need not exist",
-    )
-    kind.add_argument(
-        "--webhook",
-        metavar="URL",
-        help="post the summary to this address at the end, as JSON (default: $ROTOR_WEBHOOK)",
-    )
+    _add_output(kind, {"config CONFIG": "a file, or a name that `rotor experiment list` lists"})
+    options = {
+        "--dry-run": "list the runs, and end; the device need not exist",
+        "--webhook URL": "post the summary to this address at the end, as JSON (default: "
+        "$ROTOR_WEBHOOK)",
+    }
+    add_options(kind, options)
     add_output(kind)
     kind.set_defaults(command=_run, experiment="run")
-
-
-def _add_copy(kinds: Any) -> None:
     kind = kinds.add_parser(
         "copy",
         help="copy a configuration that comes with the package, to change it",
@@ -280,30 +207,11 @@ def _add_copy(kinds: Any) -> None:
     kind.set_defaults(command=_copy)
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-_SETTINGS = (
-    "logs",
-    "ratios",
-    "overhead_limit",
-    "trials",
-    "planners",
-    "checkmate_seconds",
-    "sizes",
-    "bounds",
-    "heat_size",
-    "nodes",
-    "paths",
-    "heuristics",
-    "seed",
-)
-
-
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of experiments that are given, by their names in configurations."""
     settings: dict[str, Any] = {}
-    for name in _SETTINGS:
+    for usage in (usage for _, _, options in _OPTIONS for usage in options):
+        name = usage.partition(" ")[0].lstrip("-").replace("-", "_")
         value = getattr(arguments, name, None)
         if value is not None:
             settings[name] = tuple(value) if isinstance(value, list) else value
@@ -325,7 +233,9 @@ def _experiment(arguments: argparse.Namespace) -> int:
     module = experiments.get(arguments.experiment)
     if arguments.experiment in _LOG_EXPERIMENTS:
         settings.setdefault("logs", (str(experiments.shipped_logs()),))
-    if arguments.experiment in _sweeps():
+    from rotor.experiments.sweeps import GROUPS
+
+    if arguments.experiment in GROUPS:
         settings["name"] = arguments.experiment
     output = module.run(
         module.Config(**settings),
@@ -334,7 +244,7 @@ def _experiment(arguments: argparse.Namespace) -> int:
         formats=_formats(arguments),
         fresh=arguments.fresh,
     )
-    _tell(arguments, output)
+    give(arguments, *_told(output))
     return 0
 
 
@@ -356,12 +266,6 @@ def _all(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sweeps() -> Iterable[str]:
-    from rotor.experiments.sweeps import GROUPS
-
-    return GROUPS
-
-
 def _run(arguments: argparse.Namespace) -> int:
     from rotor.experiments import configuration, runs
 
@@ -379,17 +283,13 @@ def _run(arguments: argparse.Namespace) -> int:
     except runs.RunError as error:
         sys.stderr.write(f"rotor: {' '.join(str(error).split())}\n")
         return 1
-    _tell(arguments, output)
+    give(arguments, *_told(output))
     return 0
 
 
 def _told(output: Any) -> tuple[dict[str, Any], str]:
     files = [str(path) for path in output.files]
     return {"summary": output.text, "files": files}, "\n".join([output.text, "", *files])
-
-
-def _tell(arguments: argparse.Namespace, output: Any) -> None:
-    give(arguments, *_told(output))
 
 
 def _copy(arguments: argparse.Namespace) -> int:
@@ -412,9 +312,9 @@ def _list(arguments: argparse.Namespace) -> int:
     from rotor.experiments.output import find_logs
 
     logs = find_logs([experiments.shipped_logs()])
+    shipped = [(name, configuration.load(name)) for name in configuration.shipped()]
     if arguments.json is not None:
-        shipped = {name: configuration.load(name) for name in configuration.shipped()}
-        described = {name: config.description for name, config in shipped.items()}
+        described = {name: config.description for name, config in shipped}
         data: dict[str, Any] = {"experiments": _DESCRIBED, "configurations": described}
         data["logs"] = {str(log.path): log.title for log in logs}
         write_command_json(arguments, data, arguments.json)
@@ -423,14 +323,10 @@ def _list(arguments: argparse.Namespace) -> int:
     rows = [["rotor experiment", "question"]]
     rows += [[name, text] for name, text in _DESCRIBED.items()]
     rows.append(["all", "all of these, one after the other"])
-    say(columns(rows))
+    say(f"{columns(rows)}\n")
     rows = [["rotor experiment run", "models", "what"]]
-    for name in configuration.shipped():
-        config = configuration.load(name)
-        rows.append([name, str(len(config.models)), config.description])
-    say()
-    say(columns(rows))
-    say()
+    rows += [[name, str(len(config.models)), config.description] for name, config in shipped]
+    say(f"{columns(rows)}\n")
     say(columns([["log", "what"], *[[log.path.name, log.title] for log in logs]]))
     say(f"in {experiments.shipped_logs()}")
     return 0

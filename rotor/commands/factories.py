@@ -16,7 +16,7 @@ from torch import nn
 
 from rotor._pytorch import devices
 from rotor.chain import Chain
-from rotor.commands.checks import parse_input
+from rotor.commands.checks import check_types, parse_input
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import training_flags_kept
@@ -231,27 +231,11 @@ def inputs(
         An option cannot be read, their numbers do not match, or whole numbers have no bound.
     """
     parsed = [parse_input(shape) for shape in shapes]
+    whole = check_types(len(parsed), dtypes, highs)
     kinds = [parse_dtype(dtype) for dtype in dtypes] or [torch.float32]
     if len(kinds) == 1:
         kinds *= len(parsed)
-    if len(kinds) != len(parsed):
-        raise ValueError(
-            f"{len(kinds)} --dtype for {len(parsed)} --input: give one for all, or one for each"
-        )
-    whole = [
-        k
-        for k, kind in enumerate(kinds)
-        if not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
-    ]
-    bounds = list(highs) * (len(whole) if len(highs) == 1 else 1)
-    if len(bounds) != len(whole):
-        raise ValueError(
-            f"{len(highs)} --high for {len(whole)} --input of whole numbers: give the number of "
-            "different values, such as --high 1000, one for all or one for each"
-        )
-    if bounds and min(bounds) < 1:
-        raise ValueError(f"--high {min(bounds)}: expected a number of 1 or more")
-    high_of = dict(zip(whole, bounds, strict=True))
+    high_of = dict(zip(whole, list(highs) * (len(whole) if len(highs) == 1 else 1), strict=True))
     return [
         Input(shape, kind, high_of.get(k), name)
         for k, ((name, shape), kind) in enumerate(zip(parsed, kinds, strict=True))

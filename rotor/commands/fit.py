@@ -6,14 +6,14 @@ import argparse
 import logging
 from typing import Any
 
-from rotor.commands import add_output, examples, give, tell
+from rotor.commands import add_options, add_output, examples, give, tell
 from rotor.commands.model import (
     LIMIT,
+    OFFLOAD,
+    TOTAL,
     UNKNOWN,
     Subject,
     add_model,
-    add_offload,
-    add_total,
     limit_of,
     within_total,
 )
@@ -38,36 +38,21 @@ def add(commands: Any) -> None:
         ),
     )
     add_model(sub)
-    add_offload(sub)
-    sub.add_argument(
-        "--limit",
-        metavar="BYTES",
-        help=f"limit of a step, {LIMIT} (default: 90%%)",
-    )
-    add_total(sub)
-    sub.add_argument(
-        "--multiple-of", type=int, default=1, metavar="N", help="try multiples of N only"
-    )
-    sub.add_argument(
-        "--max-batch", type=int, default=65536, metavar="N", help="try no larger batch (65536)"
-    )
-    sub.add_argument(
-        "--points", type=int, default=5, metavar="N", help="sizes to run with rotor at most (5)"
-    )
-    sub.add_argument(
-        "--untimed",
-        action="store_true",
-        help="run stages and operations once instead of timing them: faster, with the same answer "
-        "on memory; best with --points 1",
-    )
-    sub.add_argument(
-        "--lengths",
-        metavar="FILE|DIST",
-        help="instead, tell what batches of these lengths cost beside plain PyTorch: a file of "
-        "whole numbers, uniform:LEAST,MOST, normal:MEAN,SPREAD,LEAST,MOST or "
+    options = {
+        **OFFLOAD,
+        "--limit BYTES": f"limit of a step, {LIMIT} (default: 90%%)",
+        "--total BYTES": TOTAL,
+        "--multiple-of N": "try multiples of N only",
+        "--max-batch N": "try no larger batch (65536)",
+        "--points N": "sizes to run with rotor at most (5)",
+        "--untimed": "run stages and operations once instead of timing them: faster, with the same "
+        "answer on memory; best with --points 1",
+        "--lengths FILE|DIST": "instead, tell what batches of these lengths cost beside plain "
+        "PyTorch: a file of whole numbers, uniform:LEAST,MOST, normal:MEAN,SPREAD,LEAST,MOST or "
         "lognormal:MEDIAN,SIGMA,LEAST,MOST; the second size of the inputs is the length",
-    )
-    sub.add_argument("--table", action="store_true", help="show every size that was tried")
+        "--table": "show every size that was tried",
+    }
+    add_options(sub, options, multiple_of=1, max_batch=65536, points=5)
     add_output(sub)
     sub.set_defaults(command=_run)
 
@@ -83,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _fit(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
-    from rotor.commands.losses import likely_loss
+    from rotor.commands.running import likely_loss
     from rotor.fit.search import largest_batch
 
     subject = Subject(arguments)
@@ -92,35 +77,28 @@ def _fit(arguments: argparse.Namespace) -> int:
     # A terminal shows a bar instead of the messages that each of many batches would log.
     tell(arguments, "trying batches")
     logging.getLogger("rotor").setLevel(logging.WARNING)
-    loss = subject.loss or likely_loss
     remark = "" if subject.knows_loss() else f"\nwith {UNKNOWN}"
-    options: dict[str, Any] = {} if arguments.effort is None else {"effort": arguments.effort}
-    options |= subject.offload
+    options: dict[str, Any] = {
+        "loss_fn": subject.loss or likely_loss,
+        "engine": subject.engine,
+        "points": arguments.points,
+        **({} if arguments.effort is None else {"effort": arguments.effort}),
+        **subject.offload,
+    }
     if arguments.lengths is not None:
         from rotor.fit.distributions import lengths_of
         from rotor.fit.lengths import cost_of_lengths
 
-        cost = cost_of_lengths(
-            subject.model,
-            subject.sample,
-            lengths_of(arguments.lengths, arguments.seed),
-            limit,
-            loss_fn=loss,
-            engine=subject.engine,
-            points=arguments.points,
-            **options,
-        )
+        lengths = lengths_of(arguments.lengths, arguments.seed)
+        cost = cost_of_lengths(subject.model, subject.sample, lengths, limit, **options)
         give(arguments, subject.described() | cost.to_dict(), f"{cost}{remark}")
         return 0
     found = largest_batch(
         subject.model,
         subject.sample,
         limit,
-        loss_fn=loss,
-        engine=subject.engine,
         multiple_of=arguments.multiple_of,
         max_batch=arguments.max_batch,
-        points=arguments.points,
         timed=not arguments.untimed,
         **options,
     )

@@ -26,7 +26,6 @@ from rotor.commands import (
     examples,
     experiment,
     fit,
-    heuristics,
     info,
     measure,
     plan,
@@ -38,7 +37,7 @@ from rotor.commands import (
 __all__ = ["main"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
-_COMMANDS = (info, check, run, measure, curve, plan, fit, report, simulate, experiment, heuristics)
+_MODULES = (info, check, run, measure, curve, plan, fit, report, simulate, experiment)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rotor {rotor.__version__}")
     parser.set_defaults(quiet=False, debug=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command_name")
-    for module in _COMMANDS:
+    for module in _MODULES:
         module.add(commands)
+    simulate.add_list(commands)
     return parser

@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from rotor.chain import Chain
-from rotor.commands import add_output, examples, give, tell
-from rotor.commands.model import Subject, add_model, add_profile, wrapped
+from rotor.commands import add_options, add_output, examples, give, tell
+from rotor.commands.model import PROFILE, Subject, add_model, wrapped
 from rotor.report.text import table
-from rotor.units import exact_bytes, format_bytes, format_seconds
+from rotor.units import format_bytes, format_seconds
 
 _MOST = 25
 
@@ -28,21 +28,14 @@ def add(commands: Any) -> None:
         ),
     )
     add_model(sub)
-    add_profile(sub)
-    sub.add_argument(
-        "--all", action="store_true", help=f"show all operations, not the {_MOST} longest"
-    )
-    sub.add_argument(
-        "--out",
-        metavar="FILE",
-        help="save the chain or the graph, as JSON; `rotor report` reads it",
-    )
-    sub.add_argument(
-        "--save",
-        metavar="FILE",
-        help="save this machine's measurements so far, and its speeds, to plan for it elsewhere "
-        "with --profile; of graphs",
-    )
+    options = {
+        **PROFILE,
+        "--all": f"show all operations, not the {_MOST} longest",
+        "--out FILE": "save the chain or the graph, as JSON; `rotor report` reads it",
+        "--save FILE": "save this machine's measurements so far, and its speeds, to plan for it "
+        "elsewhere with --profile; of graphs",
+    }
+    add_options(sub, options)
     add_output(sub)
     sub.set_defaults(command=_run)
 
@@ -53,7 +46,6 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError("--save is of operations, not of stages: give --engine graph too")
     subject.check()
     from rotor.commands import factories, running
-    from rotor.fit import batches
     from rotor.fit.steps import has_single_plan
     from rotor.meter.room import step_limit
 
@@ -64,20 +56,11 @@ def _run(arguments: argparse.Namespace) -> int:
                 "--out and --save are of a chain or a graph, and the model has none: it runs in "
                 "parts or by the dynamic engine; leave them out to see a step"
             )
-        with batches.unchanged(subject.model, subject.device):
-            steps = running.limited_steps(subject, model)
-            steps.meter_parts()
-            ran = steps.run(step_limit(subject.device, module=subject.model))
-        if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
-            raise ValueError(
-                f"a step does not fit in {exact_bytes(ran.limit_bytes)}, what is free here"
-            )
-        text = str(steps.runner.display())
-        text += f"\na step, measured: {format_bytes(ran.measured_bytes)}"
-        text += f", {format_seconds(ran.seconds)}"
-        step = {"bytes": ran.measured_bytes, "seconds": ran.seconds}
-        data = subject.described() | {"measured": None, "step": step}
-        give(arguments, data, text)
+        free = step_limit(subject.device, module=subject.model)
+        runner, nbytes, seconds = running.measured_step(subject, model, free, ", what is free here")
+        text = f"{runner.display()}\na step, measured: {format_bytes(nbytes)}"
+        data = {"measured": None, "step": {"bytes": nbytes, "seconds": seconds}}
+        give(arguments, subject.described() | data, f"{text}, {format_seconds(seconds)}")
         return 0
     found = factories.cost_model(model)
     if isinstance(found, Chain):
@@ -98,21 +81,24 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def stage_rows(chain: Chain) -> list[list[str]]:
+    """Return names, times, and bytes of the output and of the kept values, of each stage."""
+    rows = [["stage", "forward", "backward", "output", "kept by Fe"]]
+    for i in range(len(chain)):
+        times = (chain.forward_time[i], chain.backward_time[i])
+        sizes = (chain.x_bytes[i + 1], chain.xbar_bytes[i])
+        name = chain.names[i] if chain.names else str(i)
+        rows.append([name, *map(format_seconds, times), *map(format_bytes, sizes)])
+    return rows
+
+
 def chain_text(chain: Chain) -> str:
     """Return a table of the stages of a chain."""
-    rows = [["stage", "forward", "backward", "output", "kept by Fe", "temporary", "gradients"]]
-    for i in range(len(chain)):
-        rows.append(
-            [
-                chain.names[i] if chain.names else str(i),
-                format_seconds(chain.forward_time[i]),
-                format_seconds(chain.backward_time[i]),
-                format_bytes(chain.x_bytes[i + 1]),
-                format_bytes(chain.xbar_bytes[i]),
-                format_bytes(max(chain.forward_tmp_bytes[i], chain.backward_tmp_bytes[i])),
-                format_bytes(chain.pgrad_bytes[i]),
-            ]
-        )
+    rows = stage_rows(chain)
+    rows[0] += ["temporary", "gradients"]
+    for i, row in enumerate(rows[1:]):
+        temporary = max(chain.forward_tmp_bytes[i], chain.backward_tmp_bytes[i])
+        row += [format_bytes(temporary), format_bytes(chain.pgrad_bytes[i])]
     kept = format_bytes(sum(chain.xbar_bytes))
     return f"{table(rows)}\n{len(chain)} stages, {format_seconds(chain.ideal_time)}, {kept} kept"
 

@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from rotor.commands import tell
+from rotor.commands import add_options, tell
 from rotor.commands.checks import check_model, parse_argument
 from rotor.units import parse_bytes
 
@@ -21,7 +21,7 @@ UNKNOWN = (
     "a loss as large in memory as a cross-entropy of the outputs: yours is unknown\n"
     "(--loss cross_entropy, mse, or FILE.py:FUNCTION)"
 )
-"""Noun phrase for `rotor.commands.losses.likely_loss`."""
+"""Noun phrase for `rotor.commands.running.likely_loss`."""
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
@@ -34,36 +34,9 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         "sample of its input",
     )
     group = sub.add_argument_group("model")
-    group.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="shape of an input, such as 32,3,224,224, or NAME=8,128 for a keyword argument; once "
-        "for each",
-    )
-    group.add_argument(
-        "--dtype",
-        action="append",
-        default=[],
-        metavar="TYPE",
-        help="type of the inputs: one for all, or one for each (default: float32)",
-    )
-    group.add_argument(
-        "--high",
-        action="append",
-        default=[],
-        type=int,
-        metavar="N",
-        help="draw inputs of whole numbers from 0 to N - 1",
-    )
-    group.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="keyword argument for the callable, such as layers=4; once for each",
-    )
+    for name, metavar, text in _REPEATED:
+        kind = int if name == "--high" else str
+        group.add_argument(name, action="append", default=[], type=kind, metavar=metavar, help=text)
     group.add_argument(
         "--device", default=None, help="device of the model (default: the accelerator, else cpu)"
     )
@@ -73,47 +46,51 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         choices=("auto", "chain", "graph", "dynamic"),
         help="engine (default: auto: chain for an nn.Sequential, else graph)",
     )
-    group.add_argument(
-        "--loss",
-        metavar="LOSS",
-        help="loss that is planned with the model: cross_entropy, mse, sum, or FILE.py:FUNCTION, a "
-        "function of the output (default: unknown, 4 x the output is set aside for it)",
+    loss = (
+        "loss that is planned with the model: cross_entropy, mse, sum, or FILE.py:FUNCTION, a "
+        "function of the output (default: unknown, 4 x the output is set aside for it)"
     )
+    add_options(group, {"--loss LOSS": loss})
     group.add_argument(
         "--effort",
         choices=("fast", "default"),
         help="effort of planning a graph (default: fast for many plans, else default)",
     )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of parameters and inputs (default: 0)",
-    )
+    add_options(group, {"--seed N": "seed of parameters and inputs (default: 0)"}, seed=0)
     sub.set_defaults(announce=True, check=check_model)
 
 
-def add_profile(sub: argparse.ArgumentParser) -> None:
-    """Add the option that plans for another machine."""
-    sub.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="plan for the machine on which `rotor measure --save FILE` recorded it; measure "
-        "nothing here",
-    )
+_REPEATED = (
+    (
+        "--input",
+        "SHAPE",
+        "shape of an input, such as 32,3,224,224, or NAME=8,128 for a keyword argument; once for "
+        "each",
+    ),
+    ("--dtype", "TYPE", "type of the inputs: one for all, or one for each (default: float32)"),
+    ("--high", "N", "draw inputs of whole numbers from 0 to N - 1"),
+    ("--arg", "NAME=VALUE", "keyword argument for the callable, such as layers=4; once for each"),
+)
+"""Options that may be given several times."""
 
+PROFILE = {
+    "--profile FILE": "plan for the machine on which `rotor measure --save FILE` recorded it; "
+    "measure nothing here"
+}
+"""Option that plans for another machine."""
 
-def add_offload(sub: argparse.ArgumentParser) -> None:
-    """Add the options of a second tier."""
-    sub.add_argument(
-        "--offload",
-        metavar="TIER",
-        help="plan with a second tier of memory: disk, disk:FOLDER or, for accelerators, host",
-    )
-    sub.add_argument(
-        "--offload-limit", metavar="BYTES", help="most bytes of a step there, such as 16GiB"
-    )
+OFFLOAD = {
+    "--offload TIER": "plan with a second tier of memory: disk, disk:FOLDER or, for accelerators, "
+    "host",
+    "--offload-limit BYTES": "most bytes of a step there, such as 16GiB",
+}
+"""Options of a second tier."""
+
+TOTAL = (
+    "most bytes of the whole process on the device, such as 8GiB, or card: all that it has; the "
+    "limit of a step follows"
+)
+"""Help of ``--total``, a limit for the whole process."""
 
 
 def offload_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -125,16 +102,6 @@ def offload_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 _SMALL_BYTES = 1 << 20
-
-
-def add_total(sub: argparse.ArgumentParser) -> None:
-    """Add the option of a limit for the whole process."""
-    sub.add_argument(
-        "--total",
-        metavar="BYTES",
-        help="most bytes of the whole process on the device, such as 8GiB, or card: all that it "
-        "has; the limit of a step follows",
-    )
 
 
 def within_total(arguments: argparse.Namespace, subject: Subject, limit: int | None) -> int | None:
@@ -187,11 +154,10 @@ def _free_share(arguments: argparse.Namespace, percent: str) -> int:
     from rotor.meter.allocator import free_bytes
 
     path = getattr(arguments, "profile", None)
-    free: int | None
-    if path is None:
-        free = free_bytes(factories.device_of(getattr(arguments, "device", None)))
-    else:
+    if path is not None:
         free = factories.profile_of(path, arguments.engine).free_bytes
+    else:
+        free = free_bytes(factories.device_of(getattr(arguments, "device", None)))
     if free is None:
         raise ValueError("the profile does not say what is free on that machine: give bytes")
     if not 0 < float(percent) <= 100:
@@ -212,7 +178,7 @@ class Subject:
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from rotor.commands import factories, losses
+        from rotor.commands import factories, running
 
         path = getattr(arguments, "profile", None)
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
@@ -238,7 +204,7 @@ class Subject:
         self.is_one = factories.takes_one(self.model, self.engine)
         self.output: Any = None
         self.loss_name: str | None = arguments.loss
-        self.loss = None if arguments.loss is None else losses.loss_of(arguments.loss)
+        self.loss = None if arguments.loss is None else running.loss_of(arguments.loss)
 
     def check(self) -> None:
         """Raise ValueError if the model does not run on its sample; not for other machines."""
@@ -250,7 +216,7 @@ class Subject:
 
     def knows_loss(self) -> bool:
         """Return whether the loss is given, or an output of the model."""
-        from rotor.commands.losses import has_own_loss
+        from rotor.commands.running import has_own_loss
 
         return self.loss is not None or has_own_loss(self.output)
 
@@ -270,22 +236,17 @@ class Subject:
 
 
 def wrapped(
-    subject: Subject,
-    arguments: argparse.Namespace,
-    limit: int | None = None,
-    effort: str = "",
-    engine: str = "",
+    subject: Subject, arguments: argparse.Namespace, limit: int | None = None, effort: str = ""
 ) -> Checkpointable:
-    """Return the model in a `rotor.Checkpointable`, measured on its sample, by an engine."""
+    """Return the model in a `rotor.Checkpointable`, measured on its sample."""
     from rotor.commands import factories
 
-    chosen = arguments.effort or effort
     return factories.measured(
         subject.model,
         subject.sample,
         limit,
-        engine=engine or subject.engine,
-        effort=chosen,
+        engine=subject.engine,
+        effort=arguments.effort or effort,
         profile=subject.profile,
         loss=subject.loss,
         **subject.offload,

@@ -6,20 +6,20 @@ import argparse
 from typing import Any
 
 from rotor.chain import write_json
-from rotor.commands import add_output, add_trace, check_pages, examples, give, tell
+from rotor.commands import add_options, add_output, add_pages, check_pages, examples, give, tell
 from rotor.commands.model import (
     LIMIT,
+    OFFLOAD,
+    PROFILE,
+    TOTAL,
     UNKNOWN,
     Subject,
     add_model,
-    add_offload,
-    add_profile,
-    add_total,
     limit_of,
     within_total,
     wrapped,
 )
-from rotor.units import exact_bytes, format_bytes, format_seconds
+from rotor.units import format_bytes, format_seconds
 
 
 def add(commands: Any) -> None:
@@ -38,22 +38,16 @@ def add(commands: Any) -> None:
         ),
     )
     add_model(sub)
-    add_profile(sub)
-    add_offload(sub)
-    sub.add_argument("--limit", metavar="BYTES", help=f"of a step, {LIMIT}")
-    add_total(sub)
-    sub.add_argument(
-        "--out",
-        metavar="FILE",
-        help="save the plan as JSON, for `rotor report` and for load_plan",
-    )
-    sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
-    add_trace(sub)
-    sub.add_argument(
-        "--table",
-        action="store_true",
-        help="show each stage or operation and the plan's choice for it",
-    )
+    options = {
+        **PROFILE,
+        **OFFLOAD,
+        "--limit BYTES": f"of a step, {LIMIT}",
+        "--total BYTES": TOTAL,
+        "--out FILE": "save the plan as JSON, for `rotor report` and for load_plan",
+    }
+    add_options(sub, options)
+    add_pages(sub)
+    add_options(sub, {"--table": "show each stage or operation and the plan's choice for it"})
     add_output(sub)
     sub.set_defaults(command=_run)
 
@@ -63,7 +57,6 @@ def _run(arguments: argparse.Namespace) -> int:
     check_pages(arguments)
     from rotor.commands import running
     from rotor.common.accounting import FREE_PERCENT
-    from rotor.fit import batches
     from rotor.fit.steps import has_single_plan, schedule_of
     from rotor.meter.room import step_limit
 
@@ -80,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     schedule = None if plan is None else schedule_of(plan)
     measured: dict[str, Any] = {}
     if schedule is not None:
-        figures = (model.get_expected_memory(), model.get_expected_makespan())
+        nbytes, seconds = model.get_expected_memory(), model.get_expected_makespan()
     else:
         if arguments.out is not None:
             raise ValueError(
@@ -88,21 +81,13 @@ def _run(arguments: argparse.Namespace) -> int:
                 "a single plan to be saved: leave --out out, the text and --html show steps"
             )
         limit = step_limit(subject.device, limit, module=subject.model)
-        with batches.unchanged(subject.model, subject.device):
-            steps = running.limited_steps(subject, model)
-            steps.meter_parts()
-            ran = steps.run(limit)
-        model = steps.runner
-        if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
-            needs = f": try {exact_bytes(ran.least_bytes)}" if ran.least_bytes else ""
-            raise ValueError(f"a step does not fit in {exact_bytes(limit)}{needs}")
-        figures = (ran.measured_bytes, ran.seconds)
-        measured = {"measured_bytes": figures[0], "measured_seconds": figures[1]}
+        model, nbytes, seconds = running.measured_step(subject, model, limit)
+        measured = {"measured_bytes": nbytes, "measured_seconds": seconds}
         tell(arguments, "the model has no single plan: steps were run within the limit")
     described = {
         "limit_bytes": model.mem_limit,
-        "predicted_bytes": figures[0],
-        "seconds": figures[1],
+        "predicted_bytes": nbytes,
+        "seconds": seconds,
         "engine": model.plan.engine,
         **subject.described(),
         **measured,
@@ -113,14 +98,10 @@ def _run(arguments: argparse.Namespace) -> int:
         tell(arguments, f"{arguments.out} has the plan")
     text: str = model.report(arguments.html)
     if measured:
-        text += f"\na step, measured: {format_bytes(figures[0])}, {format_seconds(figures[1])}"
+        text += f"\na step, measured: {format_bytes(nbytes)}, {format_seconds(seconds)}"
         text += "" if subject.knows_loss() else f",\nwith {UNKNOWN}"
-    aside = (
-        running.set_aside_bytes(subject)
-        if schedule is not None and subject.output is not None
-        else 0
-    )
-    if aside:
+    has_aside = schedule is not None and subject.output is not None
+    if has_aside and (aside := running.set_aside_bytes(subject)):
         text += (
             f"\nfor an unknown loss at most {format_bytes(aside)} are set aside, 4 x the output:\n"
             "--loss cross_entropy plans the loss itself"

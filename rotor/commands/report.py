@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
@@ -13,30 +13,19 @@ from rotor.commands import (
     FORMAT,
     VERSION,
     add_output,
-    add_trace,
+    add_pages,
     check_pages,
     examples,
     give,
     tell,
 )
 from rotor.commands.curve import CurveFacts, curve_text
-from rotor.commands.measure import chain_text, graph_text
+from rotor.commands.measure import chain_text, graph_text, stage_rows
 from rotor.graph import Graph, Program, render, summarise
 from rotor.report.html import sequence_page
 from rotor.report.text import table
 from rotor.report.tracing import write_program_trace, write_sequence_trace
 from rotor.units import format_bytes, format_seconds
-
-_PROGRAM, _SEQUENCE, _GRAPH = "rotor.program", "rotor.sequence", "rotor.graph"
-_CHAIN, _CURVE = "rotor.chain", "rotor.curve"
-_FORMATS = (_PROGRAM, _SEQUENCE, _GRAPH, _CHAIN, _CURVE)
-
-
-class _Files(NamedTuple):
-    """Files to write beside the text."""
-
-    page: str | None
-    trace: str | None
 
 
 def add(commands: Any) -> None:
@@ -54,8 +43,7 @@ def add(commands: Any) -> None:
         ),
     )
     sub.add_argument("plan", metavar="PLAN.json", help="file that another command has saved")
-    sub.add_argument("--html", metavar="FILE", help="write a page, to a .html file")
-    add_trace(sub)
+    add_pages(sub)
     add_output(sub)
     sub.set_defaults(command=_run)
 
@@ -72,19 +60,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if kind == FORMAT:
         data = _of_command(arguments.plan, data)
         kind = data.get("format")
-    if kind not in _FORMATS:
+    if not isinstance(kind, str) or kind not in _SHOWN:
         raise ValueError(
             f"{arguments.plan} holds {kind!r}, expected a file of `rotor plan --out` or `rotor "
-            f"measure --out`: {', '.join(_FORMATS)}"
+            f"measure --out`: {', '.join(_SHOWN)}"
         )
-    shown = {
-        _PROGRAM: _program,
-        _SEQUENCE: _sequence,
-        _GRAPH: _graph,
-        _CHAIN: _chain,
-        _CURVE: _curve,
-    }[kind]
-    figures, text = shown(data, _Files(arguments.html, arguments.trace))
+    figures, text = _SHOWN[kind](data, arguments)
     if arguments.html is not None:
         tell(arguments, f"{arguments.html} has the page")
     if arguments.trace is not None:
@@ -120,9 +101,7 @@ def _known(data: dict[str, Any]) -> dict[str, Any]:
 
 def _head(known: dict[str, Any]) -> list[list[str]]:
     rows = [["plan", ""]]
-    for name in ("model", "device"):
-        if known[name]:
-            rows.append([name, str(known[name])])
+    rows += [[name, str(known[name])] for name in ("model", "device") if known[name]]
     if known["inputs"]:
         rows.append(["inputs", "; ".join(map(str, known["inputs"]))])
     for name, key in (("limit", "limit_bytes"), ("peak, predicted", "predicted_bytes")):
@@ -131,15 +110,18 @@ def _head(known: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _program(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+def _limit(known: dict[str, Any]) -> int | None:
+    return known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
+
+
+def _program(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:
     known = _known(data)
     program = Program.from_dict(data)
     summary = summarise(program)
-    limit = known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
-    if files.page is not None:
-        render(program.graph, files.page, program=program, limit_bytes=limit)
+    if files.html is not None:
+        render(program.graph, files.html, program=program, limit_bytes=_limit(known))
     if files.trace is not None:
-        write_program_trace(program, files.trace, limit)
+        write_program_trace(program, files.trace, _limit(known))
     again = int((program.runs > 1).sum())
     rows = _head(known)
     rows += [
@@ -169,7 +151,7 @@ def _program(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
     return figures, table(rows)
 
 
-def _sequence(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+def _sequence(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:
     known = _known(data)
     sequence = Sequence.from_dict(data)
     chain = sequence.chain
@@ -187,25 +169,14 @@ def _sequence(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]
         ["recomputation", f"{slower - 1:+.1%}"],
         ["stages recomputed", f"{again} of {len(chain)}"],
     ]
-    stages = [["stage", "forward", "backward", "output", "kept by Fe", "runs"]]
-    for i in range(len(chain)):
-        stages.append(
-            [
-                chain.names[i] if chain.names else str(i),
-                format_seconds(chain.forward_time[i]),
-                format_seconds(chain.backward_time[i]),
-                format_bytes(chain.x_bytes[i + 1]),
-                format_bytes(chain.xbar_bytes[i]),
-                str(forwards[i]),
-            ]
-        )
-    limit = known["limit_bytes"] if isinstance(known["limit_bytes"], int) else None
+    stages = stage_rows(chain)
+    for row, runs in zip(stages, ["runs", *(forwards[i] for i in range(len(chain)))], strict=True):
+        row.append(str(runs))
     if files.trace is not None:
-        write_sequence_trace(sequence, files.trace, limit)
-    if files.page is not None:
-        Path(files.page).write_text(
-            sequence_page(sequence, [(a, b) for a, b in rows[1:]], stages, limit), encoding="utf-8"
-        )
+        write_sequence_trace(sequence, files.trace, _limit(known))
+    if files.html is not None:
+        page = sequence_page(sequence, [(a, b) for a, b in rows[1:]], stages, _limit(known))
+        Path(files.html).write_text(page, encoding="utf-8")
     figures = known | {
         "peak_bytes": peak,
         "seconds": sequence.makespan,
@@ -217,33 +188,33 @@ def _sequence(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]
     return figures, f"{table(rows)}\n\n{table(stages)}\n\n{sequence}"
 
 
-def _graph(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+def _graph(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:
     _no_trace(files, "graph")
     graph = Graph.from_dict(data)
-    if files.page is not None:
-        render(graph, files.page)
+    if files.html is not None:
+        render(graph, files.html)
     figures = {"operations": len(graph), "seconds": graph.total_time}
     return figures, graph_text(graph, 25)
 
 
-def _no_trace(files: _Files, what: str) -> None:
+def _no_trace(files: argparse.Namespace, what: str) -> None:
     if files.trace is not None:
         raise ValueError(f"--trace is for plans, and this is a {what}")
 
 
-def _no_page(files: _Files, what: str) -> None:
-    if files.page is not None:
+def _no_page(files: argparse.Namespace, what: str) -> None:
+    if files.html is not None:
         raise ValueError(f"--html is for plans and graphs, and this is a {what}")
     _no_trace(files, what)
 
 
-def _chain(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+def _chain(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:
     _no_page(files, "chain")
     chain = Chain.from_dict(data)
     return {"stages": len(chain), "seconds": chain.ideal_time}, chain_text(chain)
 
 
-def _curve(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
+def _curve(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:
     _no_page(files, "curve")
     known = data.pop("plan", None) or {}
     curve = Curve.from_dict(data)
@@ -252,3 +223,12 @@ def _curve(data: dict[str, Any], files: _Files) -> tuple[dict[str, Any], str]:
     curve.marks = tuple([(name, size) for name, size in marks if size is not None])
     figures = {"points": len(curve.bytes), "minimum_bytes": curve.minimum_bytes}
     return figures, curve_text(curve, len(curve.bytes) if not known else 16, facts)
+
+
+_SHOWN = {
+    "rotor.program": _program,
+    "rotor.sequence": _sequence,
+    "rotor.graph": _graph,
+    "rotor.chain": _chain,
+    "rotor.curve": _curve,
+}

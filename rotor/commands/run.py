@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rotor.commands import examples
-from rotor.commands.model import LIMIT, add_total, limit_of, total_of
+from rotor.commands import add_options, add_output, examples
+from rotor.commands.model import LIMIT, TOTAL, limit_of, total_of
 
 
 def add(commands: Any) -> None:
@@ -35,18 +35,14 @@ def add(commands: Any) -> None:
         "rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script"
     )
     sub.add_argument("-m", action="store_true", dest="is_module", help="run a module by its name")
-    sub.add_argument(
-        "--watch",
-        action="store_true",
-        help="meter the first training step, and say what a limit would cost; on a CPU, where "
-        "nothing runs out of memory by itself, this is the way",
-    )
-    sub.add_argument("--limit", metavar="BYTES", help=f"train within this limit, {LIMIT}")
-    add_total(sub)
-    group = sub.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE", help="write the advice as JSON to a file")
-    group.add_argument("--quiet", action="store_true", help="write no progress to stderr")
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = {
+        "--watch": "meter the first training step, and say what a limit would cost; on a CPU, "
+        "where nothing runs out of memory by itself, this is the way",
+        "--limit BYTES": f"train within this limit, {LIMIT}",
+        "--total BYTES": TOTAL,
+    }
+    add_options(sub, options)
+    add_output(sub, help="write the advice as JSON to a file")
     sub.set_defaults(command=_run, is_script=True)
 
 

@@ -1,15 +1,21 @@
-"""``rotor simulate``: replays logs of eager programs under budgets."""
+"""``rotor simulate`` replays logs of eager programs; ``rotor heuristics`` lists what it knows."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotor.commands import add_output, examples, number, say, write_command_json
+from rotor.commands import (
+    add_options,
+    add_output,
+    columns,
+    examples,
+    say,
+    write_command_json,
+)
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.logs import Log, parse
@@ -18,6 +24,18 @@ from rotor.simrd.simulate import simulate
 from rotor.units import format_bytes, format_seconds
 
 _MOST_STATS = 10
+_SETTINGS = (
+    "runtime",
+    "overhead_limit",
+    "seed",
+    "no_dealloc",
+    "rebuild_classes_every",
+    "sample",
+    "ignore_small",
+    "count_accesses",
+    "stats",
+)
+"""Options that `rotor.simrd.simulate` takes as they are."""
 
 
 def add(commands: Any) -> None:
@@ -34,92 +52,49 @@ def add(commands: Any) -> None:
             'simulate model.log.gz --budget "8 GB" --stats',
         ),
     )
-    sub.add_argument(
-        "log",
-        metavar="LOG",
-        help="a log, plain or gzipped, or the name of one that `rotor experiment list` lists; it "
-        "comes before the options",
-    )
-    sub.add_argument(
-        "--heuristic",
-        nargs="+",
-        default=["DTREqClass"],
-        metavar="NAME",
-        help="see `rotor heuristics` (default: DTREqClass)",
-    )
-    budget = sub.add_mutually_exclusive_group()
-    budget.add_argument(
-        "--ratio",
-        nargs="+",
-        type=number,
-        metavar="R",
-        help="budget as a fraction of the log's memory without one, such as 0.5 (default: none)",
-    )
-    budget.add_argument(
-        "--budget", nargs="+", metavar="BYTES", help='budget, such as 700MiB or "8 GB"'
-    )
-    sub.add_argument(
-        "--runtime",
-        default="V2EagerOptimized",
-        metavar="NAME",
-        help="see `rotor heuristics` (default: V2EagerOptimized)",
-    )
-    sub.add_argument(
-        "--overhead-limit",
-        type=float,
-        default=2.0,
-        metavar="X",
-        help="stop beyond X times the time of the log (default: 2; inf for never)",
-    )
-    sub.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of random heuristics and of sampling (default: 0)",
-    )
-    sub.add_argument("--no-dealloc", action="store_true", help="remove releases from the log")
-    sub.add_argument(
-        "--rebuild-classes-every",
-        type=int,
-        default=0,
-        metavar="N",
-        help="split classes of evicted storages at every N-th return to memory (default: never, as "
-        "published; 1 makes them exact)",
-    )
-    sub.add_argument("--sample", action="store_true", help="try about 2 sqrt(n) candidates only")
-    sub.add_argument(
-        "--ignore-small", action="store_true", help="never evict below 1 %% of the mean size"
-    )
-    sub.add_argument(
-        "--count-accesses", action="store_true", help="count accesses to metadata; slower"
-    )
-    sub.add_argument(
-        "--stats", action="store_true", help="show the most evicted and most run; one run only"
-    )
-    sub.add_argument(
-        "--trace", metavar="FILE.csv", help="write every event to a file; one run only"
-    )
+    options = {
+        "log LOG": "a log, plain or gzipped, or the name of one that `rotor experiment list` "
+        "lists; it comes before the options",
+        "--heuristic NAME ...": "see `rotor heuristics` (default: DTREqClass)",
+    }
+    add_options(sub, options, heuristic=["DTREqClass"])
+    budget = {
+        "--ratio R ...": "budget as a fraction of the log's memory without one, such as 0.5 "
+        "(default: none)",
+        "--budget BYTES ...": 'budget, such as 700MiB or "8 GB"',
+    }
+    add_options(sub.add_mutually_exclusive_group(), budget)
+    options = {
+        "--runtime NAME": "see `rotor heuristics` (default: V2EagerOptimized)",
+        "--overhead-limit X": "stop beyond X times the time of the log (default: 2; inf for never)",
+        "--seed N": "seed of random heuristics and of sampling (default: 0)",
+        "--no-dealloc": "remove releases from the log",
+        "--rebuild-classes-every N": "split classes of evicted storages at every N-th return to "
+        "memory (default: never, as published; 1 makes them exact)",
+        "--sample": "try about 2 sqrt(n) candidates only",
+        "--ignore-small": "never evict below 1 %% of the mean size",
+        "--count-accesses": "count accesses to metadata; slower",
+        "--stats": "show the most evicted and most run; one run only",
+        "--trace FILE.csv": "write every event to a file; one run only",
+    }
+    defaults = {"runtime": "V2EagerOptimized", "overhead_limit": 2.0}
+    add_options(sub, options, seed=0, rebuild_classes_every=0, **defaults)
     add_output(sub)
     sub.set_defaults(command=_simulate)
 
 
-@dataclass(frozen=True)
-class _Budget:
-    ratio: float | None = None
-    budget_bytes: str | None = None
-
-
-def _budgets(arguments: argparse.Namespace) -> list[_Budget]:
-    if arguments.ratio is not None:
-        return [_Budget(ratio=ratio) for ratio in arguments.ratio]
-    if arguments.budget is not None:
-        return [_Budget(budget_bytes=size) for size in arguments.budget]
-    return [_Budget()]
+def add_list(commands: Any) -> None:
+    """Add ``heuristics`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "heuristics", help="list the heuristics and runtimes of the simulator"
+    )
+    add_output(sub)
+    sub.set_defaults(command=_list)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    budgets = _budgets(arguments)
+    name = "ratio" if arguments.ratio is not None else "budget_bytes"
+    budgets = [{name: value} for value in arguments.ratio or arguments.budget or [None]]
     runs = [(heuristic, budget) for heuristic in arguments.heuristic for budget in budgets]
     if len(runs) > 1 and (arguments.stats or arguments.trace):
         raise ValueError(
@@ -134,19 +109,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
         simulate(
             log,
             heuristic,
-            ratio=budget.ratio,
-            budget_bytes=budget.budget_bytes,
-            runtime=arguments.runtime,
-            overhead_limit=arguments.overhead_limit,
-            seed=arguments.seed,
-            no_dealloc=arguments.no_dealloc,
-            rebuild_classes_every=arguments.rebuild_classes_every,
-            sample=arguments.sample,
-            ignore_small=arguments.ignore_small,
-            count_accesses=arguments.count_accesses,
-            stats=arguments.stats,
             trace=arguments.trace is not None,
             progress=not arguments.quiet,
+            **budget,
+            **{option: getattr(arguments, option) for option in _SETTINGS},
         )
         for heuristic, budget in runs
     ]
@@ -184,19 +150,8 @@ def _show(log: Log, results: Sequence[Result], *, stats: bool) -> None:
         f"(constants {format_bytes(base.const_memory)})"
     )
     counts_accesses = any(result.n_access is not None for result in results)
-    rows = [
-        [
-            "heuristic",
-            "ratio",
-            "budget",
-            "status",
-            "slow-down",
-            "peak",
-            "evicted",
-            "recomputed",
-            *(["accesses"] if counts_accesses else []),
-        ]
-    ]
+    head = "heuristic ratio budget status slow-down peak evicted recomputed"
+    rows = [[*head.split(), *(["accesses"] if counts_accesses else [])]]
     for result in results:
         fine = result.status == "ok"
         rows.append(
@@ -220,10 +175,8 @@ def _show(log: Log, results: Sequence[Result], *, stats: bool) -> None:
             ratio = "" if result.ratio is None else f" at {result.ratio:g}"
             say(f"\n{result.heuristic}{ratio}: {result.failure.describe()}")
             largest = result.largest_locked()
-            if (largest.bytes, largest.count) == (
-                result.failure.locked.bytes,
-                result.failure.locked.count,
-            ):
+            locked = result.failure.locked
+            if (largest.bytes, largest.count) == (locked.bytes, locked.count):
                 say("no larger set was locked or pinned in this run")
             else:
                 say(f"the largest set of this run: {largest.describe()}")
@@ -265,8 +218,34 @@ def _show_stats(log: Log, result: Result) -> None:
 
 
 def _largest(values: Sequence[int]) -> list[int]:
-    order = sorted(
-        (index for index, value in enumerate(values) if value > 0),
-        key=lambda index: (-values[index], index),
-    )
-    return order[:_MOST_STATS]
+    found = [index for index, value in enumerate(values) if value > 0]
+    return sorted(found, key=lambda index: -values[index])[:_MOST_STATS]
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    """Show the heuristics and runtimes, and the metadata that they need and keep."""
+    data: dict[str, list[dict[str, Any]]] = {
+        "heuristics": [
+            {"name": name, "needs": sorted(one.needs), "description": one.description}
+            for name, one in ((name, heuristics.get(name)) for name in heuristics.names())
+        ],
+        "runtimes": [
+            {"name": name, "keeps": sorted(one.serves), "description": one.description}
+            for name, one in ((name, runtimes.get(name)) for name in runtimes.names())
+        ],
+    }
+    if arguments.json is not None:
+        write_command_json(arguments, data, arguments.json)
+    if arguments.json == "-":
+        return 0
+    shown = []
+    for kind, verb, head in (
+        ("heuristics", "needs", ["heuristic", "needs", "cost: the least is evicted"]),
+        ("runtimes", "keeps", ["runtime", "keeps", "what it does"]),
+    ):
+        rows = [
+            [one["name"], ", ".join(one[verb]) or "-", one["description"]] for one in data[kind]
+        ]
+        shown.append(columns([head, *rows]))
+    say("\n\n".join(shown))
+    return 0
