@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from rotor.commands import add_output, columns, examples, give, tell
-from rotor.units import format_bytes
+from rotor.fit.result import shown_bytes
 
 _MODELS = ("chain", "graph", "reserved", "dynamic")
 
@@ -82,8 +82,7 @@ def _text(cases: list[dict[str, Any]], device: str, is_held: bool) -> str:
         verdict = ["yes" if case[k] else "NO" for k in ("within", "equal")]
         if case["refused"]:
             verdict = [case["refused"], "-"]
-        shown = ["-" if size is None else format_bytes(size) for size in sizes]
-        rows.append([case["name"], case["counts"], *shown, *verdict])
+        rows.append([case["name"], case["counts"], *map(shown_bytes, sizes), *verdict])
     end = "All limits were held" if is_held else "Not all limits were held"
     advice = "" if is_held else ": please attach the file of --json to an issue"
     return f"{columns(rows)}\n\n{end} on {device}{advice}."

@@ -13,7 +13,7 @@ from rotor.common.accounting import assumed_loss_bytes
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import output_tensors
 from rotor.fit import batches
-from rotor.fit.steps import LimitedSteps, seconds_of
+from rotor.fit.steps import LimitedSteps, plain_figures
 from rotor.meter import allocator
 from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -75,20 +75,13 @@ def _mse(output: Any) -> torch.Tensor:
 
 def _step_of(subject: Subject, model: Any) -> Callable[[], None]:
     args, kwargs = sample_call(subject.sample, is_one=subject.is_one)
-    loss = subject.loss or likely_loss
-    parameters = list(subject.model.parameters())
 
-    def step() -> None:
+    def loss() -> Any:
         if isinstance(model, Checkpointable) and subject.loss is not None:
-            found = model(*args, targets=(), **kwargs)
-        else:
-            found = loss(model(*args, **kwargs))
-        found.backward()
-        del found
-        for parameter in parameters:
-            parameter.grad = None
+            return model(*args, targets=(), **kwargs)
+        return (subject.loss or likely_loss)(model(*args, **kwargs))
 
-    return step
+    return batches.training_step(subject.model, loss)
 
 
 def plain_step(subject: Subject) -> tuple[int, float] | None:
@@ -97,15 +90,7 @@ def plain_step(subject: Subject) -> tuple[int, float] | None:
     Nothing of the model is changed.
     """
     with batches.unchanged(subject.model, subject.device):
-        step = _step_of(subject, subject.model)
-        try:
-            step()
-            found = batches.step_bytes(step, subject.device)
-            return found, seconds_of(step, subject.device)
-        except (RuntimeError, MemoryError) as error:
-            if not batches.is_out_of_memory(error):
-                raise
-            return None
+        return plain_figures(_step_of(subject, subject.model), subject.device)
 
 
 def measured_step(

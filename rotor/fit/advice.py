@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +94,12 @@ def advise(
                 plan.engine,
                 plan.predicted_bytes,
             )
-        curve = measured_curve(
-            LimitedSteps(
-                model,
-                lambda wrapped: _step_of(module, wrapped, args, kwargs),
-                device,
-                lambda: _wrap(module, engine="dynamic"),
-            ),
-            step_limit(device, module=module),
-            5,
-        )
+
+        def step_of(wrapped: Any) -> Callable[[], None]:
+            return batches.training_step(module, lambda: batches.sum_of(wrapped(*args, **kwargs)))
+
+        steps = LimitedSteps(model, step_of, device, lambda: _wrap(module, engine="dynamic"))
+        curve = measured_curve(steps, step_limit(device, module=module), 5)
     limit = limit_of(curve)
     return Advice(curve, int(curve.bytes[-1]), limit, _slowdown(curve, limit))
 
@@ -118,12 +115,3 @@ def _wrap(module: nn.Module, **options: Any) -> Checkpointable:
     make: Any = Checkpointable
     wrapped: Checkpointable = make(module, verbosity=-1, **options)
     return wrapped
-
-
-def _step_of(module: nn.Module, model: Any, args: Any, kwargs: Any) -> Any:
-    def step() -> None:
-        batches.sum_of(model(*args, **kwargs)).backward()
-        for parameter in module.parameters():
-            parameter.grad = None
-
-    return step

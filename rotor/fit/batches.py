@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,30 +49,30 @@ def batches_of(
     length = shaped[0].shape[0]
 
     def of_size(size: int) -> Batch:
-        rows = torch.arange(size) % length
-
-        def taken(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return copied_arguments(leaf)
-            if not leaf.dim() or leaf.shape[0] != length:
-                return leaf
-            chosen = leaf.detach().index_select(0, rows.to(leaf.device))
-            return chosen.requires_grad_(leaf.requires_grad)
-
-        found: Batch = core.tree_unflatten([taken(leaf) for leaf in leaves], spec)
+        sized = [
+            resized(leaf, 0, length, size)
+            if isinstance(leaf, torch.Tensor)
+            else copied_arguments(leaf)
+            for leaf in leaves
+        ]
+        found: Batch = core.tree_unflatten(sized, spec)
         return found
 
     return of_size
 
 
+def resized(leaf: torch.Tensor, dimension: int, length: int, size: int) -> torch.Tensor:
+    """Return a tensor cut, or repeated, to a size along a dimension if it is of that length."""
+    if leaf.dim() <= dimension or leaf.shape[dimension] != length:
+        return leaf
+    places = (torch.arange(size) % length).to(leaf.device)
+    return leaf.detach().index_select(dimension, places).requires_grad_(leaf.requires_grad)
+
+
 def _checked_batch(found: Any) -> Batch:
-    kinds = (tuple, dict, tuple)
-    if (
-        isinstance(found, tuple)
-        and len(found) == len(kinds)
-        and all(isinstance(part, kind) for part, kind in zip(found, kinds, strict=True))
-    ):
-        return found
+    match found:
+        case (tuple(), dict(), tuple()) if isinstance(found, tuple):
+            return found
     raise TypeError(
         f"the callable gave {type(found).__name__}, expected (args, kwargs, targets): a tuple, a "
         "dictionary and a tuple"
@@ -99,10 +101,14 @@ def sum_of(output: Any) -> torch.Tensor:
     parts = [part for part in parts if part.requires_grad]
     if not parts:
         raise ValueError("the output holds no tensor that needs a gradient: give loss_fn=")
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return functools.reduce(operator.add, parts)
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise ValueError if an argument is no whole number of 1 or more."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} = {value!r}, expected a whole number of 1 or more")
 
 
 @contextmanager
@@ -136,6 +142,18 @@ def _written(
         args, kwargs = made.arguments
         model(*args, **kwargs)
         return [parameter for parameter, version in before if parameter._version != version]
+
+
+def training_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    """Return a step that runs the backward of a loss, and drops the gradients of a model."""
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        loss().backward()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step
 
 
 def step_bytes(step: Callable[[], object], device: torch.device) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from rotor._pytorch import devices
 from rotor.errors import InfeasibleError
 from rotor.fit.advice import advise, device_of_call
-from rotor.fit.batches import is_out_of_memory
+from rotor.fit.batches import check_counts, is_out_of_memory
 from rotor.meter.room import checked_total, step_limit
 from rotor.units import exact_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -84,9 +84,7 @@ def fit_batch_size(
     True
     """
     limits = None if mem_limit is None else parse_bytes(mem_limit), checked_total(total_limit)
-    for name, value in (("starting_batch_size", starting_batch_size), ("multiple_of", multiple_of)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} = {value!r}, expected a whole number of 1 or more")
+    check_counts(starting_batch_size=starting_batch_size, multiple_of=multiple_of)
     if starting_batch_size < multiple_of:
         raise ValueError(
             f"starting_batch_size = {starting_batch_size} is below multiple_of = {multiple_of}"
@@ -114,7 +112,8 @@ def fit_batch_size(
                     if not is_out_of_memory(error) or units == 1:
                         raise
                     allowed = 0
-                _free()
+                gc.collect()
+                devices.release_all()
                 if units == 1:
                     raise InfeasibleError(
                         f"a batch of {size} does not fit in {exact_bytes(allowed)}: its step "
@@ -148,8 +147,3 @@ class _Guard:
             if needed > limit:
                 raise _TooLarge(needed, limit)
         return plain(module, *args, **kwargs)
-
-
-def _free() -> None:
-    gc.collect()
-    devices.release_all()

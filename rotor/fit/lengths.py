@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.calls import sample_call
 from rotor.errors import InfeasibleError, MemoryLimitWarning
-from rotor.fit.batches import device_of, is_out_of_memory, step_bytes, sum_of, unchanged
-from rotor.fit.steps import has_single_plan, seconds_of, settle
+from rotor.fit.batches import device_of, resized, step_bytes, sum_of, training_step, unchanged
+from rotor.fit.result import shown_bytes, shown_seconds
+from rotor.fit.steps import has_single_plan, plain_figures, seconds_of, settle
 from rotor.meter.room import step_limit
 from rotor.report.text import table
-from rotor.units import format_bytes, format_seconds
+from rotor.units import format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
 
@@ -89,44 +90,29 @@ class LengthsCost:
             "seconds": self.seconds("seconds"),
             "plain_seconds": self.seconds("plain_seconds"),
             "slowdown": self.slowdown,
-            "rows": [
-                {name: getattr(row, name) for name in LengthCost.__slots__} for row in self.rows
-            ],
+            "rows": [asdict(row) for row in self.rows],
         }
 
     def __str__(self) -> str:
-        def size(value: int | None) -> str:
-            return "-" if value is None else format_bytes(value)
-
-        def span(value: float | None) -> str:
-            return "-" if value is None else format_seconds(value)
-
         lines = [["length", "least", "peak", "step", "plain peak", "plain step"]]
-        lines += [
-            [
-                str(row.length),
-                size(row.least_bytes),
-                size(row.measured_bytes) if row.fits else "does not fit",
-                span(row.seconds),
-                size(row.plain_bytes),
-                span(row.plain_seconds),
-            ]
-            for row in self.rows
-        ]
+        for row in self.rows:
+            peak = shown_bytes(row.measured_bytes) if row.fits else "does not fit"
+            ours = [shown_bytes(row.least_bytes), peak, shown_seconds(row.seconds)]
+            plain = [shown_bytes(row.plain_bytes), shown_seconds(row.plain_seconds)]
+            lines.append([str(row.length), *ours, *plain])
         count = sum(self.lengths.values())
-        text = [
-            table(lines),
-            "",
+        text = (
+            f"{table(lines)}\n\n"
             f"{count} batches of lengths {min(self.lengths)} to {max(self.lengths)} in "
-            f"{format_bytes(self.limit_bytes)}: {self.fitting_share:.1%} fit",
-        ]
+            f"{format_bytes(self.limit_bytes)}: {self.fitting_share:.1%} fit"
+        )
         if self.slowdown is not None:
-            text.append(
-                f"{span(self.seconds('seconds'))} a batch on average, {self.slowdown:.2f} x the "
-                f"{span(self.seconds('plain_seconds'))} of plain PyTorch (captures and planning "
-                "apart, which come once)"
+            text += (
+                f"\n{shown_seconds(self.seconds('seconds'))} a batch on average, "
+                f"{self.slowdown:.2f} x the {shown_seconds(self.seconds('plain_seconds'))} of "
+                "plain PyTorch (captures and planning apart, which come once)"
             )
-        return "\n".join(text)
+        return text
 
 
 def _between(known: list[tuple[int, float]], length: int) -> float:
@@ -183,25 +169,15 @@ def cost_of_lengths(
     loss_of = loss_fn or sum_of
 
     def batch_of(length: int) -> Any:
-        places = torch.arange(length) % whole
-
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[1] != whole:
-                return leaf
-            found = leaf.detach().index_select(1, places.to(leaf.device))
-            return found.requires_grad_(leaf.requires_grad)
-
-        return core.tree_unflatten([cut(leaf) for leaf in leaves], spec)
+        cut = [
+            resized(leaf, 1, whole, length) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        return core.tree_unflatten(cut, spec)
 
     def step_of(runner: Any, length: int) -> Callable[[], None]:
         given, named = batch_of(length)
-
-        def step() -> None:
-            loss_of(runner(*given, **named)).backward()
-            for parameter in model.parameters():
-                parameter.grad = None
-
-        return step
+        return training_step(model, lambda: loss_of(runner(*given, **named)))
 
     rows = []
     with unchanged(model, device, batch_of(min(lengths))):
@@ -209,18 +185,9 @@ def cost_of_lengths(
         wrapped = Checkpointable(model, mem_limit=limit, engine=engine, **silent)
         for length in _chosen(lengths, points):
             found = _limited(wrapped, step_of(wrapped, length), device, limit)
-            rows.append(LengthCost(length, *found, *_plain(step_of(model, length), device)))
+            plain = plain_figures(step_of(model, length), device) or (None, None)
+            rows.append(LengthCost(length, *found, *plain))
     return LengthsCost(limit, dict(lengths), tuple(rows))
-
-
-def _plain(step: Callable[[], None], device: torch.device) -> tuple[int | None, float | None]:
-    try:
-        step()
-        return step_bytes(step, device), seconds_of(step, device)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return None, None
 
 
 def _limited(

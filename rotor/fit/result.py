@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rotor.chain import write_json
@@ -14,6 +14,16 @@ __all__ = ["BatchFit", "LargestBatch", "TriedBatch"]
 
 FORMAT = "rotor.fit"
 VERSION = 1
+
+
+def shown_bytes(nbytes: int | None) -> str:
+    """Return bytes as text, or a dash if they are unknown."""
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+def shown_seconds(seconds: float | None) -> str:
+    """Return seconds as text, or a dash if they are unknown."""
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +54,7 @@ class BatchFit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
-        return {
-            "batch": self.batch,
-            "predicted_bytes": self.predicted_bytes,
-            "measured_bytes": self.measured_bytes,
-            "seconds": self.seconds,
-            "samples_per_second": self.samples_per_second,
-        }
+        return asdict(self) | {"samples_per_second": self.samples_per_second}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class TriedBatch:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,11 @@ class LargestBatch:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
+        plain_fields = ("limit_bytes", "engine", "device", "multiple_of")
         return {
             "format": FORMAT,
             "version": VERSION,
-            "limit_bytes": self.limit_bytes,
-            "engine": self.engine,
-            "device": self.device,
-            "multiple_of": self.multiple_of,
+            **{name: getattr(self, name) for name in plain_fields},
             "largest": self.largest.to_dict(),
             "best": {"runs": self.best_runs, **self.best.to_dict()},
             "plain": None if self.plain is None else self.plain.to_dict(),
@@ -184,16 +186,8 @@ class LargestBatch:
         """Return a table of every size that was tried."""
         rows = [["batch", "runs", "fits", "least", "measured", "step", "samples/s"]]
         for tried in self.table:
-            ran = tried.seconds is not None
-            rows.append(
-                [
-                    str(tried.batch),
-                    tried.runs,
-                    "yes" if tried.fits else "no",
-                    "-" if tried.least_bytes is None else format_bytes(tried.least_bytes),
-                    "-" if tried.measured_bytes is None else format_bytes(tried.measured_bytes),
-                    "-" if tried.seconds is None else format_seconds(tried.seconds),
-                    f"{tried.batch / tried.seconds:.4g}" if ran and tried.seconds else "-",
-                ]
-            )
+            sizes = [shown_bytes(tried.least_bytes), shown_bytes(tried.measured_bytes)]
+            speed = f"{tried.batch / tried.seconds:.4g}" if tried.seconds else "-"
+            ran = [*sizes, shown_seconds(tried.seconds), speed]
+            rows.append([str(tried.batch), tried.runs, "yes" if tried.fits else "no", *ran])
         return table(rows)

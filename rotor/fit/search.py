@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
     Batch,
     batches_of,
+    check_counts,
     device_of,
     is_out_of_memory,
     step_bytes,
     sum_of,
+    training_step,
     unchanged,
 )
-from rotor.fit.result import BatchFit, LargestBatch, TriedBatch
+from rotor.fit.result import BatchFit, LargestBatch, TriedBatch, shown_bytes
 from rotor.fit.steps import LimitedSteps, has_single_plan, seconds_of, settle
 from rotor.meter import allocator
 from rotor.meter.room import step_limit
@@ -146,9 +149,7 @@ def largest_batch(
         # All sizes share a file, and its measured speed.
         checked = checked_offload(options["offload"], None, engine, "fx")
         options = {**options, "offload": None if checked is None else checked.tier}
-    for name, value in (("multiple_of", multiple_of), ("max_batch", max_batch), ("points", points)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} = {value!r}, expected a whole number of 1 or more")
+    check_counts(multiple_of=multiple_of, max_batch=max_batch, points=points)
     if max_batch < multiple_of:
         raise ValueError(f"max_batch = {max_batch} is below multiple_of = {multiple_of}")
     batches = batches_of(model, sample, targets_of(targets) or (), loss_fn is not None, engine)
@@ -164,12 +165,10 @@ def largest_batch(
         progress(1, "trying batches", at_once=True) as update,
         unchanged(model, device, batches(multiple_of)[:2]),
     ):
-        search = _Search(
-            model, batches, device, limit, loss_fn, engine, multiple_of, max_batch, options
-        )
-        search.timed, search.update = timed, update
+        most = max_batch // multiple_of
+        given = (model, batches, device, limit, loss_fn, engine, multiple_of, most, options)
         update(0)
-        return search.run(points)
+        return _Search(*given, timed=timed, update=update).run(points)
 
 
 class _Line:
@@ -203,35 +202,31 @@ class _Line:
         return sorted([nearest[0], nearest[other]])
 
 
+@dataclass
 class _Search:
     """One search; sizes inside are in units of `unit` samples."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Callable[[int], Batch],
-        device: torch.device,
-        limit: int,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        engine: str,
-        unit: int,
-        max_batch: int,
-        options: dict[str, Any],
-    ) -> None:
-        self.model, self.batches, self.device, self.limit = model, batches, device, limit
-        self.given_loss, self.engine, self.unit = loss_fn, engine, unit
-        self.most = max_batch // unit
-        self.options = options
-        self.engine_name = ""
-        self.rows: dict[tuple[str, int], TriedBatch] = {}
-        self.plans: dict[int, Checkpointable] = {}
-        self.line = _Line()
-        self.warned = False
-        self.timed = True
-        self.update: Callable[[int, int], object] = lambda done, total: None
-        self.is_run = engine == "dynamic"
-        self.engines: dict[int, str] = {}
-        self.enough: int | None = None
+    model: nn.Module
+    batches: Callable[[int], Batch]
+    device: torch.device
+    limit: int
+    given_loss: Callable[..., torch.Tensor] | None
+    engine: str
+    unit: int
+    most: int
+    options: dict[str, Any]
+    timed: bool
+    update: Callable[[int, int], object]
+    engine_name: str = ""
+    rows: dict[tuple[str, int], TriedBatch] = field(default_factory=dict)
+    plans: dict[int, Checkpointable] = field(default_factory=dict)
+    line: _Line = field(default_factory=_Line)
+    warned: bool = False
+    engines: dict[int, str] = field(default_factory=dict)
+    enough: int | None = None
+
+    def __post_init__(self) -> None:
+        self.is_run = self.engine == "dynamic"
 
     # -- batches and steps
 
@@ -244,32 +239,22 @@ class _Search:
 
     def _step(self, model: nn.Module, size: int) -> Callable[[], None]:
         (args, kwargs, targets), loss_fn = self._loss(size)
-        parameters = list(self.model.parameters())
 
-        def step() -> None:
+        def loss() -> torch.Tensor:
             if isinstance(model, Checkpointable):
-                loss = model(*args, targets=targets, **kwargs)
-            else:
-                loss = loss_fn(model(*args, **kwargs), *targets)
-            loss.backward()
-            del loss
-            for parameter in parameters:
-                parameter.grad = None
+                found: torch.Tensor = model(*args, targets=targets, **kwargs)
+                return found
+            return loss_fn(model(*args, **kwargs), *targets)
 
-        return step
-
-    def _seconds(self, step: Callable[[], None]) -> float:
-        return seconds_of(step, self.device)
+        return training_step(self.model, loss)
 
     def _note(self, runs: str, size: int, fits: bool, least: int | None, **ran: Any) -> None:
         batch = size * self.unit
         self.rows[runs, batch] = TriedBatch(batch, runs, fits, least, **ran)
-        shown = "-" if least is None else format_bytes(least)
         # The number of sizes that are left is known only at the end.
         self.update(len(self.rows), len(self.rows) + 1)
-        logger.debug(
-            "batch %d (%s): least %s, %s", batch, runs, shown, "fits" if fits else "too large"
-        )
+        verdict = "fits" if fits else "too large"
+        logger.debug("batch %d (%s): least %s, %s", batch, runs, shown_bytes(least), verdict)
 
     # -- with rotor
 
@@ -393,7 +378,7 @@ class _Search:
                 settle(model, step)
                 measured = step_bytes(step, self.device)
                 predicted = model.get_expected_memory()
-                seconds = self._seconds(step) if measured <= self.limit else None
+                seconds = seconds_of(step, self.device) if measured <= self.limit else None
         except (InfeasibleError, RuntimeError, MemoryError) as error:
             if not (isinstance(error, InfeasibleError) or is_out_of_memory(error)):
                 raise
@@ -447,12 +432,8 @@ class _Search:
                 low, high = (size, high) if measured <= self.limit else (low, size)
                 self._note("plain", size, size == low, measured, measured_bytes=measured)
                 if size == low:
-                    found = BatchFit(
-                        size * self.unit,
-                        measured if predicted is None else predicted,
-                        measured,
-                        1.0,
-                    )
+                    expected = measured if predicted is None else predicted
+                    found = BatchFit(size * self.unit, expected, measured, 1.0)
             guess = line.largest_below(self.limit)
             if guess is not None and low and guess <= low:
                 # The next size is known to be too large without being run.
@@ -465,17 +446,10 @@ class _Search:
             size = max(low + 1, min(safe, high - 1, high if guess is None else guess))
         if found is None:
             return None
-        seconds = self._seconds(self._step(self.model, low))
+        seconds = seconds_of(self._step(self.model, low), self.device)
         row = self.rows["plain", found.batch]
-        self._note(
-            "plain",
-            low,
-            True,
-            row.least_bytes,
-            measured_bytes=found.measured_bytes,
-            seconds=seconds,
-        )
-        return BatchFit(found.batch, found.predicted_bytes, found.measured_bytes, seconds)
+        self.rows["plain", found.batch] = replace(row, seconds=seconds)
+        return replace(found, seconds=seconds)
 
     # -- the whole search
 

@@ -72,6 +72,17 @@ def settle(model: Checkpointable, step: Callable[[], object]) -> None:
             break
 
 
+def plain_figures(step: Callable[[], object], device: torch.device) -> tuple[int, float] | None:
+    """Return peak and seconds of a plain training step; ``None`` if it is out of memory."""
+    try:
+        step()
+        return step_bytes(step, device), seconds_of(step, device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
 class LimitedSteps:
     """Steps of one batch under one limit after the other, for a model without a single plan.
 
