@@ -280,17 +280,21 @@ def write_json(data: dict[str, Any], path: str | os.PathLike[str] | None) -> str
     """Return the data as JSON text; write it to `path` completely or not at all."""
     text = json.dumps(data, allow_nan=False)
     if path is not None:
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(target)
-        except OSError as error:
-            error.filename = str(target)
-            raise
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(text, Path(path))
     return text
+
+
+def write_text(text: str, target: Path) -> None:
+    """Write a text completely or not at all."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(target)
+    except OSError as error:
+        error.filename = str(target)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_json(source: str | os.PathLike[str]) -> Any:

@@ -296,10 +296,9 @@ def _copy(arguments: argparse.Namespace) -> int:
     from rotor.experiments import configuration
 
     text = configuration.shipped_text(arguments.name)
-    short = arguments.name.removesuffix(".json").removeprefix("config_")
     path = Path(arguments.file or ".")
     if path.is_dir():
-        path /= f"config_{short}.json"
+        path /= f"config_{configuration.short_name(arguments.name)}.json"
     if path.exists() and not arguments.force:
         raise ValueError(f"{path} exists: name another file, or overwrite it with --force")
     path.write_text(text, encoding="utf-8")

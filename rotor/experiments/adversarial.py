@@ -9,7 +9,6 @@ References
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +66,8 @@ def adversarial_cell(
 ) -> dict[str, Any]:
     """Run one network; return its cost and the length of its paths."""
     found = adversarial(nodes, paths, heuristic, runtime=runtime, seed=seed)
-    return {
-        "computations": found.computations,
-        "static_computations": found.static_computations,
-        "budget_bytes": found.budget_bytes,
-        "lengths": list(found.lengths),
-    }
+    names = ("computations", "static_computations", "budget_bytes")
+    return {**{name: getattr(found, name) for name in names}, "lengths": list(found.lengths)}
 
 
 def run(
@@ -92,23 +87,16 @@ def run(
         for nodes in sorted(config.nodes)
     ]
     cells = []
+    counts = ("computations", "static_computations")
     for place in places:
         settings = place | {"runtime": config.runtime, "seed": config.seed}
-        identity = {"kind": "adversarial", **settings}
-        fields = ("computations", "static_computations")
-        cells.append(Cell(adversarial_cell, settings, identity, fields))
+        cells.append(Cell(adversarial_cell, settings, {"kind": "adversarial", **settings}, counts))
     found = run_cells(cells, output.store(fresh=fresh), jobs=jobs, description="adversarial")
     rows: list[dict[str, Any]] = [
-        {
-            **place,
-            "bound": place["nodes"] ** 2 / (2 * place["paths"]),
-            **result,
-        }
+        {**place, "bound": place["nodes"] ** 2 / (2 * place["paths"]), **result}
         for place, result in zip(places, found, strict=True)
     ]
-    output.json(dataclasses.asdict(config), rows)
-    columns = ["nodes", "paths", "heuristic", "bound", "computations", "static_computations"]
-    output.csv(columns, [[row[name] for name in columns] for row in rows])
+    output.rows(config, ["nodes", "paths", "heuristic", "bound", *counts], rows)
     output.summary(_summary(config, rows))
     if formats:
         _draw(config, output, rows)
@@ -116,11 +104,8 @@ def run(
 
 
 def _of(rows: list[dict[str, Any]], paths: int, heuristic: str) -> list[int]:
-    return [
-        row["computations"]
-        for row in rows
-        if row["paths"] == paths and row["heuristic"] == heuristic
-    ]
+    chosen = [row for row in rows if (row["paths"], row["heuristic"]) == (paths, heuristic)]
+    return [row["computations"] for row in chosen]
 
 
 def _summary(config: Config, rows: list[dict[str, Any]]) -> str:

@@ -286,33 +286,17 @@ def _command_csv(outcome: Outcome) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for number, found in enumerate(outcome.inputs):
         for row in found.get("rows", []):
-            loss = row.get("loss")
-            rows.append(
-                [
-                    number,
-                    row["rep"],
-                    found["num_retries"],
-                    *(row.get(metric) for metric in METRICS),
-                    None if loss is None else float.fromhex(loss),
-                    limit,
-                    *params.values(),
-                ]
-            )
+            loss = None if row.get("loss") is None else float.fromhex(row["loss"])
+            metrics = [row.get(metric) for metric in METRICS]
+            head = [number, row["rep"], found["num_retries"]]
+            rows.append([*head, *metrics, loss, limit, *params.values()])
     return columns, rows
 
 
 def _table_csv(models: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[Any]]]:
     """Return a row for each command: medians."""
     columns = ["model", "command", "type", "kind", "batch_size", "ratio", "memory_budget"]
-    columns += [
-        "params",
-        "status",
-        "slowdown",
-        "cpu_slowdown",
-        "throughput",
-        "num_retries",
-        *METRICS,
-    ]
+    columns += ["params", "status", *_RESULTS, *METRICS]
     rows = []
     for model, listed in models.items():
         for entry in listed:
@@ -326,10 +310,7 @@ def _table_csv(models: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list
                     *(params.get(key) for key in ("batch_size", "ratio", "memory_budget")),
                     json.dumps(own) if own else None,
                     entry["error"]["error"] if failed else "ok",
-                    *(
-                        entry[key]
-                        for key in ("slowdown", "cpu_slowdown", "throughput", "num_retries")
-                    ),
+                    *(entry[key] for key in _RESULTS),
                     *(None if failed else _median(entry, metric) for metric in METRICS),
                 ]
             )
@@ -363,13 +344,9 @@ def _text(
         f"on {machine['device_name']}, {machine['threads']} threads, PyTorch {machine['torch']}",
     ]
     for model, listed in models.items():
-        rows = [
-            [
-                *("command", "batch", "budget", "time", "95 %", "slow-down", "CPU", "peak"),
-                *("evicted", "recomputed", "loss", "retries"),
-            ]
-        ]
-        rows += [_line(entry) for entry in listed]
+        head = ["command", "batch", "budget", "time", "95 %", "slow-down", "CPU", "peak"]
+        head += ["evicted", "recomputed", "loss", "retries"]
+        rows = [head, *(_line(entry) for entry in listed)]
         parts += ["", model, str(table(rows))]
         for entry in listed:
             if entry["summary"] == "error":
@@ -381,14 +358,10 @@ def _text(
 
 def _counts(config: Configuration) -> str:
     found = {(config.n_inputs, config.n_reps)}
-    found |= {
-        (trial.options["n_inputs"], trial.options["n_reps"])
-        for trial in config.trials
-        if trial.type != "simrd"
-    }
-    return " or ".join(
-        f"{n_inputs} inputs of {n_reps} repetitions" for n_inputs, n_reps in sorted(found)
-    )
+    for trial in config.trials:
+        if trial.type != "simrd":
+            found.add((trial.options["n_inputs"], trial.options["n_reps"]))
+    return " or ".join(f"{inputs} inputs of {reps} repetitions" for inputs, reps in sorted(found))
 
 
 def _name(entry: dict[str, Any]) -> str:
@@ -409,22 +382,17 @@ def _line(entry: dict[str, Any]) -> list[str]:
         return [*head, "error", *["-"] * 7, str(entry["num_retries"])]
     time = entry["summary"].get("gpu_time")
     equal = {None: "-", True: "equal", False: "DIFFERS"}[entry.get("losses_equal")]
-    return [
-        *head,
-        "-" if time is None else f"{time['median']:.1f}",
-        "-" if time is None else "{:.1f} to {:.1f}".format(*time["median_conf"]),
-        _number(entry["slowdown"], ".3f"),
-        _number(entry["cpu_slowdown"], ".3f"),
-        _number(_median(entry, "total_mem"), ".1f"),
-        _number(_median(entry, "evictions"), ".0f"),
-        _number(_median(entry, "rematerializations"), ".0f"),
-        equal,
-        str(entry["num_retries"]),
-    ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    interval = "-" if time is None else "{:.1f} to {:.1f}".format(*time["median_conf"])
+    numbers = (
+        (_median(entry, "gpu_time"), ".1f"),
+        (entry["slowdown"], ".3f"),
+        (entry["cpu_slowdown"], ".3f"),
+        (_median(entry, "total_mem"), ".1f"),
+        (_median(entry, "evictions"), ".0f"),
+        (_median(entry, "rematerializations"), ".0f"),
+    )
+    median, *others = ["-" if value is None else format(value, form) for value, form in numbers]
+    return [*head, median, interval, *others, equal, str(entry["num_retries"])]
 
 
 def _draw(output: Output, models: dict[str, list[dict[str, Any]]], clock: str) -> None:

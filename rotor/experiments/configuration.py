@@ -15,10 +15,12 @@ import functools
 import itertools
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -186,13 +188,12 @@ class _Notes:
 
 def shipped() -> list[str]:
     """Return the names of the configurations that come with the package."""
-    folder = resources.files("rotor.experiments") / "configurations"
-    names = (entry.name for entry in folder.iterdir())
-    return sorted(
-        name.removeprefix("config_").removesuffix(".json")
-        for name in names
-        if name.startswith("config_") and name.endswith(".json")
-    )
+    names = (entry.name for entry in _folder().iterdir())
+    return sorted(short_name(name) for name in names if re.fullmatch(r"config_.*\.json", name))
+
+
+def _folder() -> Traversable:
+    return resources.files("rotor.experiments") / "configurations"
 
 
 def load(
@@ -223,7 +224,7 @@ def load(
     """
     text = os.fspath(source)
     if os.path.basename(text) == text and (Path(text).is_dir() or not Path(text).exists()):
-        name = _short(text)
+        name = short_name(text)
         if name in shipped():
             return parse(shipped_text(name), name, models=models)
         if not text.endswith(".json"):
@@ -233,12 +234,14 @@ def load(
             )
     path = Path(text)
     try:
-        return parse(path.read_text(encoding="utf-8"), _short(path.name) or "config", models=models)
+        name = short_name(path.name) or "config"
+        return parse(path.read_text(encoding="utf-8"), name, models=models)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """Return the name of a configuration by that of its file."""
     return name.removesuffix(".json").removeprefix("config_")
 
 
@@ -250,12 +253,11 @@ def shipped_text(name: str) -> str:
     ValueError
         None has this name; the message lists the others.
     """
-    if _short(name) not in shipped():
+    if short_name(name) not in shipped():
         raise ValueError(
             f"no configuration is named {name!r}: expected one of {', '.join(shipped())}"
         )
-    folder = resources.files("rotor.experiments") / "configurations"
-    return (folder / f"config_{_short(name)}.json").read_text(encoding="utf-8")
+    return (_folder() / f"config_{short_name(name)}.json").read_text(encoding="utf-8")
 
 
 def parse(

@@ -10,7 +10,6 @@ References
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,12 +31,12 @@ from rotor.simrd.simulate import simulate
 __all__ = ["BOUNDS", "Config", "chen_extra", "residency", "run", "treeverse_extra"]
 
 BOUNDS: dict[str, Callable[[int], float]] = {
-    "sqrt(n)": lambda n: math.sqrt(n),
+    "sqrt(n)": math.sqrt,
     "2 sqrt(n)": lambda n: 2 * math.sqrt(n),
     "4 sqrt(n)": lambda n: 4 * math.sqrt(n),
     "6 sqrt(n)": lambda n: 6 * math.sqrt(n),
     "8 sqrt(n)": lambda n: 8 * math.sqrt(n),
-    "log2(n)": lambda n: math.log2(n),
+    "log2(n)": math.log2,
     "3 log2(n)": lambda n: 3 * math.log2(n),
     "n / 2": lambda n: n / 2,
     "n": lambda n: n,
@@ -201,20 +200,13 @@ def run(
         identity = {"kind": "linear", **settings}
         cells.append(Cell(linear_cell, settings, identity, ("budget", "status", "n_remat")))
     found = run_cells(cells, output.store(fresh=fresh), jobs=jobs, description="linear")
-    rows = [
-        {
-            "bound": bound,
-            "heuristic": heuristic,
-            "n": n,
-            "budget": result["budget"],
-            "status": result["status"],
-            "extra": result["n_remat"] if result["status"] == "ok" else None,
-        }
-        for (bound, heuristic, n), result in zip(places, found, strict=True)
-    ]
-    output.json(dataclasses.asdict(config), rows)
-    columns = ["bound", "heuristic", "n", "budget", "status", "extra"]
-    output.csv(columns, [[row[name] for name in columns] for row in rows])
+    rows = []
+    for (bound, heuristic, n), result in zip(places, found, strict=True):
+        extra = result["n_remat"] if result["status"] == "ok" else None
+        place = {"bound": bound, "heuristic": heuristic, "n": n}
+        figures = {"budget": result["budget"], "status": result["status"], "extra": extra}
+        rows.append(place | figures)
+    output.rows(config, ["bound", "heuristic", "n", "budget", "status", "extra"], rows)
     output.summary(_summary(config, rows))
     if formats:
         _draw(config, output, rows)
@@ -248,24 +240,19 @@ def _draw(config: Config, output: Output, rows: list[dict[str, Any]]) -> None:
     from rotor.report import simrd_figures
 
     sizes = sorted(config.sizes)
-    references: list[tuple[str, Callable[[int], float]]] = [
-        ("Chen", chen_extra),
-        ("bisection", treeverse_extra),
-    ]
+    references = {
+        "Chen": [chen_extra(n) for n in sizes],
+        "bisection": [treeverse_extra(n) for n in sizes],
+    }
     panels = []
     for bound in config.bounds:
-        curves: list[dict[str, Any]] = [
-            {
-                "label": heuristic,
-                "x": sizes,
-                "y": [row["extra"] for row in _extras(rows, bound, heuristic)],
-                "is_reference": False,
-            }
+        found: dict[str, list[Any]] = {
+            heuristic: [row["extra"] for row in _extras(rows, bound, heuristic)]
             for heuristic in config.heuristics
-        ]
-        curves += [
-            {"label": name, "x": sizes, "y": [extra(n) for n in sizes], "is_reference": True}
-            for name, extra in references
+        }
+        curves = [
+            {"label": name, "x": sizes, "y": values, "is_reference": name in references}
+            for name, values in (found | references).items()
         ]
         panels.append({"title": f"memory {bound}", "curves": curves})
     output.files += simrd_figures.line_figure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import io
 import json
@@ -14,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rotor.chain import check_header, read_json
+from rotor.chain import check_header, read_json, write_text
 from rotor.experiments.cells import Store
 from rotor.experiments.simrd_manifest import entries
 from rotor.simrd.logs import Log, parse
@@ -86,6 +87,11 @@ class Output:
         writer.writerows(rows)
         self._write(Path("data", f"{self.name}{suffix}.csv"), buffer.getvalue())
 
+    def rows(self, config: Any, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
+        """Write rows as JSON, after the settings in the data class `config`, and as CSV."""
+        self.json(dataclasses.asdict(config), rows)
+        self.csv(columns, [[row[name] for name in columns] for row in rows])
+
     def summary(self, text: str) -> None:
         """Write ``summary/<name>.txt``, and keep the text."""
         self.text = text
@@ -100,12 +106,7 @@ class Output:
     def _write(self, path: Path, text: str) -> None:
         target = self.directory / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text, encoding="utf-8", newline="\n")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(text, target)
         self.files.append(target)
 
 

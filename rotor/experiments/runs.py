@@ -27,9 +27,9 @@ from rotor.experiments.analysis import Outcome
 from rotor.experiments.cells import Cell, Store, run_cells
 from rotor.experiments.configuration import Configuration, Trial
 from rotor.experiments.keys import NO_LIMIT
-from rotor.experiments.output import Output, open_log
+from rotor.experiments.output import Output
+from rotor.experiments.sweeps import simulate_cell
 from rotor.report.text import table
-from rotor.simrd.simulate import simulate
 
 __all__ = ["RunError", "plan_text", "post", "run"]
 
@@ -121,25 +121,17 @@ def plan_text(config: Configuration) -> str:
         ["model", "command", "type", "batch", "budget", "parameters", "inputs", "warm-up", "steps"]
     ]
     for trial in config.trials:
-        is_replay = trial.type == "simrd"
-        rows.append(
-            [
-                trial.model,
-                str(trial.command_id),
-                f"{trial.type} {trial.kind}".strip(),
-                "-" if trial.batch_size is None else str(trial.batch_size),
-                trial.budget_text,
-                ", ".join(f"{key}={value}" for key, value in trial.params.items()) or "-",
-                *(["-"] * 3 if is_replay else _counts(trial)),
-            ]
-        )
+        counts = ["-"] * 3
+        if trial.type != "simrd":
+            n_inputs = trial.options["n_inputs"]
+            steps = [n_inputs * trial.options[key] for key in ("dry_run", "n_reps")]
+            counts = [str(number) for number in (n_inputs, *steps)]
+        kind = f"{trial.type} {trial.kind}".strip()
+        batch = "-" if trial.batch_size is None else str(trial.batch_size)
+        params = ", ".join(f"{key}={value}" for key, value in trial.params.items()) or "-"
+        name = [trial.model, str(trial.command_id), kind, batch, trial.budget_text, params]
+        rows.append([*name, *counts])
     return f"{config.name}: what would run\n\n{table(rows)}"
-
-
-def _counts(trial: Trial) -> list[str]:
-    n_inputs = trial.options["n_inputs"]
-    steps = (trial.options[key] for key in ("dry_run", "n_reps"))
-    return [str(n_inputs), *(str(n_inputs * number) for number in steps)]
 
 
 @dataclass
@@ -194,9 +186,8 @@ class _Runner:
         for trial in self.config.trials:
             if trial.type == "baseline":
                 wanted[trial.workload] = trial
-        inputs = self._inputs(
-            store, [(trial, None) for trial in wanted.values()], "baselines", as_baseline=True
-        )
+        trials = [(trial, None) for trial in wanted.values()]
+        inputs = self._inputs(store, trials, "baselines", as_baseline=True)
         return dict(zip(wanted, inputs, strict=True))
 
     def _budget(
@@ -292,16 +283,10 @@ class _Runner:
         if limited and trial.options["save_logs"] and number == trial.options["n_inputs"] - 1:
             path = self._log_path(trial, budget, identity)
             request["log"], identity["log"] = str(path), path.name
-        options = trial.options
-        limits = process.Limits(
-            options["timeout"],
-            options["attempt_timeout"],
-            options["max_retries"],
-            options["retry_on_error"],
-        )
+        names = [one.name for one in dataclasses.fields(process.Limits)]
         arguments = {
             "request": request,
-            "limits": limits,
+            "limits": process.Limits(**{name: trial.options[name] for name in names}),
             "worker": tuple(self.worker),
             "sync_gpu": config.sync_gpu,
             "reports_errors": config.report_errors,
@@ -348,19 +333,15 @@ class _Runner:
             }
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             cell = Cell(
-                replay_cell,
+                simulate_cell,
                 {"path": str(path), "digest": digest, "settings": settings},
                 {"kind": "replay", "log": digest, **settings},
                 ("status", "budget"),
             )
             cells.append((len(results), cell))
             results.append({})
-        done = run_cells(
-            [cell for _, cell in cells],
-            store,
-            jobs=1,
-            description=f"{self.config.name}, simulations",
-        )
+        description = f"{self.config.name}, simulations"
+        done = run_cells([cell for _, cell in cells], store, jobs=1, description=description)
         for (place, _), result in zip(cells, done, strict=True):
             results[place] = result
         return results
@@ -383,18 +364,9 @@ def _forget_unfinished(store: Store, cell: Cell) -> None:
 
 
 def _failed(kind: str, message: str) -> dict[str, Any]:
-    return {
-        "status": "error",
-        "error": kind,
-        "message": message,
-        "traceback": "",
-        "num_retries": 0,
-        "retries": [],
-        "rows": [],
-        "log": None,
-        "batch_size": None,
-        "examples": None,
-    }
+    error = {"status": "error", "error": kind, "message": message, "traceback": ""}
+    nothing = dict.fromkeys(("log", "batch_size", "examples"))
+    return error | {"num_retries": 0, "retries": [], "rows": []} | nothing
 
 
 def input_cell(
@@ -413,11 +385,9 @@ def input_cell(
     except process.Failure as failure:
         if not reports_errors:
             raise RunError(f"{request['model']}: {failure}") from failure
-        return _failed(failure.kind, failure.message) | {
-            "traceback": failure.traceback,
-            "num_retries": len(failure.retries),
-            "retries": failure.retries,
-        }
+        tries = {"num_retries": len(failure.retries), "retries": failure.retries}
+        found = _failed(failure.kind, failure.message)
+        return found | {"traceback": failure.traceback, **tries}
     reps = [event for event in answer.events if event["event"] == "rep"]
     return {
         "status": "ok",
@@ -428,11 +398,6 @@ def input_cell(
         "seed": next(event["seed"] for event in answer.events if event["event"] == "begun"),
         **{key: answer.events[-1].get(key) for key in ("batch_size", "examples")},
     }
-
-
-def replay_cell(path: str, digest: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Replay a log; return ``Result.to_dict()``."""
-    return simulate(open_log(path, digest), **settings).to_dict()
 
 
 def _manifest(config: Configuration, output: Output) -> Path:
@@ -478,15 +443,9 @@ def _remove_stale(config: Configuration, output: Output) -> None:
             path.unlink(missing_ok=True)
     path = _manifest(config, output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(
-        {
-            "format": "rotor.experiment.manifest",
-            "version": 1,
-            "configuration": json.loads(config.text),
-            "files": sorted(written),
-        },
-        path,
-    )
+    head = {"format": "rotor.experiment.manifest", "version": 1}
+    data = {"configuration": json.loads(config.text), "files": sorted(written)}
+    write_json(head | data, path)
 
 
 def _check_address(address: str) -> None:

@@ -22,7 +22,14 @@ from typing import Any
 from rotor.errors import InfeasibleError
 from rotor.experiments.cells import Cell, run_cells
 from rotor.experiments.output import LogFile, Output, find_logs, open_log
-from rotor.experiments.sweeps import RATIOS, baseline_of, check_ratios, simulation
+from rotor.experiments.sweeps import (
+    RATIOS,
+    baseline_of,
+    check_ratios,
+    panel,
+    simulation,
+    slowdown,
+)
 from rotor.simrd import heuristics
 from rotor.simrd.checkmate import MOST_OPERATIONS, checkmate
 from rotor.simrd.program import Program
@@ -99,16 +106,11 @@ def checkmate_cell(
     budget = int(log.baseline.max_memory * ratio)
     try:
         found = checkmate(log, budget, time_limit=seconds, most_operations=most_operations)
-    except InfeasibleError:
-        return {"status": "infeasible", "slowdown": None, "peak_bytes": None, "gap": None}
-    except RuntimeError:
-        return {"status": "no answer", "slowdown": None, "peak_bytes": None, "gap": None}
-    return {
-        "status": found.status,
-        "slowdown": found.price.slowdown,
-        "peak_bytes": found.price.peak_bytes,
-        "gap": found.gap,
-    }
+    except (InfeasibleError, RuntimeError) as error:
+        status = "infeasible" if isinstance(error, InfeasibleError) else "no answer"
+        return {"status": status, **dict.fromkeys(_FIELDS["checkmate_cell"][1:])}
+    figures = (found.status, found.price.slowdown, found.price.peak_bytes, found.gap)
+    return dict(zip(_FIELDS["checkmate_cell"], figures, strict=True))
 
 
 _FIELDS = {
@@ -214,62 +216,32 @@ def _why_not(config: Config, count: int, *, has_solver: bool) -> str:
 
 
 def _simulated(ratio: float, result: dict[str, Any]) -> dict[str, Any]:
-    base = result["base_compute"]
-    slow = (base + result["remat_compute"]) / base if base else 1.0
     fine = result["status"] == "ok"
     return {
         "ratio": ratio,
         "status": result["status"],
-        "slowdown": slow if fine else None,
+        "slowdown": slowdown(result) if fine else None,
         "peak_bytes": result["max_memory"] if fine else None,
         "n_remat": result["n_remat"] if fine else None,
     }
 
 
 def _rows(entry: dict[str, Any]) -> list[list[Any]]:
-    rows = []
     most = max(1, entry["baseline"]["max_memory"])
-    for planner, points in entry["points"].items():
-        rows += [
-            [
-                entry["title"],
-                planner,
-                p["parameter"],
-                p["peak_bytes"],
-                p["peak_bytes"] / most,
-                p["slowdown"],
-                p["n_remat"],
-                "ok",
-            ]
-            for p in points
-        ]
-    for heuristic, points in entry["simulated"].items():
-        rows += [
-            [
-                entry["title"],
-                heuristic,
-                p["ratio"],
-                p["peak_bytes"],
-                p["ratio"],
-                p["slowdown"],
-                p["n_remat"],
-                p["status"],
-            ]
-            for p in points
-        ]
-    rows += [
-        [
-            entry["title"],
-            "checkmate",
-            p["ratio"],
-            p["peak_bytes"],
-            p["ratio"],
-            p["slowdown"],
-            None,
-            p["status"],
-        ]
-        for p in entry["checkmate"] or ()
-    ]
+    planned = {
+        planner: [p | {"ratio": p["peak_bytes"] / most, "status": "ok"} for p in points]
+        for planner, points in entry["points"].items()
+    }
+    rows = []
+    for name, points in (
+        *planned.items(),
+        *entry["simulated"].items(),
+        ("checkmate", entry["checkmate"] or ()),
+    ):
+        for p in points:
+            parameter = p.get("parameter", p["ratio"])
+            figures = [p["peak_bytes"], p["ratio"], p["slowdown"], p.get("n_remat"), p["status"]]
+            rows.append([entry["title"], name, parameter, *figures])
     return rows
 
 
@@ -298,15 +270,10 @@ def _summary(config: Config, entries: list[dict[str, Any]]) -> str:
             best = [_best(entry, planner, ratio) for ratio in ratios]
             rows.append([planner, *("-" if slow is None else f"{slow:.4f}" for slow in best)])
         for heuristic, points in entry["simulated"].items():
-            rows.append(
-                [
-                    heuristic,
-                    *(
-                        p["status"].upper() if p["slowdown"] is None else f"{p['slowdown']:.4f}"
-                        for p in points
-                    ),
-                ]
-            )
+            slow = [p["slowdown"] for p in points]
+            failed = [p["status"].upper() for p in points]
+            cells = [f"{x:.4f}" if x is not None else s for x, s in zip(slow, failed, strict=True)]
+            rows.append([heuristic, *cells])
         if entry["checkmate"] is not None:
             rows.append(["checkmate", *(_checkmate_text(p) for p in entry["checkmate"])])
         parts.append(str(table(rows)))
@@ -328,51 +295,21 @@ def _draw(config: Config, output: Output, entries: list[dict[str, Any]]) -> None
     panels = []
     for entry in entries:
         most = max(1, entry["baseline"]["max_memory"])
-        curves: list[dict[str, Any]] = []
+        curves: list[tuple[str, list[Any], list[Any], bool]] = []
         for planner in config.planners:
             points = _frontier(entry["points"][planner])
             if points:
-                curves.append(
-                    _curve(
-                        planner,
-                        [p / most for p, _ in points],
-                        [s for _, s in points],
-                        is_static=True,
-                    )
-                )
-        for heuristic, simulated in entry["simulated"].items():
-            curves.append(
-                _curve(
-                    heuristic,
-                    [p["ratio"] for p in simulated],
-                    [p["slowdown"] for p in simulated],
-                    is_static=False,
-                )
-            )
-        if entry["checkmate"] is not None:
-            curves.append(
-                _curve(
-                    "checkmate",
-                    [p["ratio"] for p in entry["checkmate"]],
-                    [p["slowdown"] for p in entry["checkmate"]],
-                    is_static=True,
-                )
-            )
-        panels.append(
-            {
-                "title": entry["title"],
-                "constant_ratio": entry["baseline"]["const_memory"] / most,
-                "bottleneck_ratio": entry["baseline"]["bottleneck_memory"] / most,
-                "curves": curves,
-            }
-        )
+                ratios, values = [p / most for p, _ in points], [s for _, s in points]
+                curves.append((planner, ratios, values, True))
+        found = entry["simulated"] | {"checkmate": entry["checkmate"]}
+        for name, listed in found.items():
+            if listed is not None:
+                ratios, values = [p["ratio"] for p in listed], [p["slowdown"] for p in listed]
+                curves.append((name, ratios, values, name == "checkmate"))
+        names = ("label", "ratios", "values", "is_static")
+        drawn = [dict(zip(names, curve, strict=True)) for curve in curves]
+        panels.append(panel(entry["title"], entry["baseline"], drawn))
     output.files += simrd_figures.static_grid(panels, output.figure_stem(), output.formats)
-
-
-def _curve(
-    label: str, ratios: list[float], values: list[float | None], *, is_static: bool
-) -> dict[str, Any]:
-    return {"label": label, "ratios": ratios, "values": values, "is_static": is_static}
 
 
 def _frontier(points: list[dict[str, Any]]) -> list[tuple[int, float | None]]:

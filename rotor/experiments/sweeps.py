@@ -12,6 +12,7 @@ References
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,23 +211,21 @@ def run(
     groups = GROUPS[config.name]
     cells = [baseline_of(log) for log in logs]
     places: list[tuple[LogFile, str, Series, float]] = []
-    for log in logs:
-        for group, listed in groups.items():
-            for series in listed:
-                for ratio in sorted(config.ratios):
-                    for seed in _seeds(config, series):
-                        places.append((log, group, series, ratio))
-                        cells.append(
-                            simulation(
-                                log,
-                                heuristic=series.heuristic,
-                                runtime=series.runtime,
-                                ratio=ratio,
-                                seed=seed,
-                                overhead_limit=config.overhead_limit,
-                                count_accesses=config.name == "accesses",
-                            )
-                        )
+    shown = [(group, series) for group, listed in groups.items() for series in listed]
+    for log, (group, series), ratio in itertools.product(logs, shown, sorted(config.ratios)):
+        for seed in _seeds(config, series):
+            places.append((log, group, series, ratio))
+            cells.append(
+                simulation(
+                    log,
+                    heuristic=series.heuristic,
+                    runtime=series.runtime,
+                    ratio=ratio,
+                    seed=seed,
+                    overhead_limit=config.overhead_limit,
+                    count_accesses=config.name == "accesses",
+                )
+            )
     found = run_cells(cells, output.store(fresh=fresh), jobs=jobs, description=config.name)
     baselines = {log.path: result for log, result in zip(logs, found, strict=False)}
     results = list(zip(places, found[len(logs) :], strict=True))
@@ -255,7 +254,7 @@ def _curve(series: Series, log: LogFile, group: str, results: list[Any]) -> dict
     points = []
     for ratio, trials in sorted(by_ratio.items()):
         fine = [trial for trial in trials if trial["status"] == "ok"]
-        slow = [_slowdown(trial) for trial in fine]
+        slow = [slowdown(trial) for trial in fine]
         reads = [trial["n_access"] for trial in fine if trial["n_access"] is not None]
         points.append(
             {
@@ -278,9 +277,21 @@ def _curve(series: Series, log: LogFile, group: str, results: list[Any]) -> dict
     }
 
 
-def _slowdown(result: dict[str, Any]) -> float:
+def slowdown(result: dict[str, Any]) -> float:
+    """Return the time of a simulation over that of its baseline."""
     base = result["base_compute"]
     return (base + result["remat_compute"]) / base if base else 1.0
+
+
+def panel(title: str, baseline: dict[str, Any], curves: list[Any]) -> dict[str, Any]:
+    """Return the curves of a log for a figure, with the marks of its baseline."""
+    most = max(1, baseline["max_memory"])
+    return {
+        "title": title,
+        "constant_ratio": baseline["const_memory"] / most,
+        "bottleneck_ratio": baseline["bottleneck_memory"] / most,
+        "curves": curves,
+    }
 
 
 def failure_line(points: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -338,19 +349,17 @@ def _write(
     results: list[Any],
 ) -> None:
     asked = dataclasses.asdict(config) | {"logs": [log.path.name for log in logs]}
-    output.json(
-        asked,
-        [
-            {
-                "log": log.path.name,
-                "title": log.title,
-                "digest": log.digest,
-                "baseline": baselines[log.path],
-                "groups": {group: curves[log.path, group] for group in GROUPS[config.name]},
-            }
-            for log in logs
-        ],
-    )
+    results_of = [
+        {
+            "log": log.path.name,
+            "title": log.title,
+            "digest": log.digest,
+            "baseline": baselines[log.path],
+            "groups": {group: curves[log.path, group] for group in GROUPS[config.name]},
+        }
+        for log in logs
+    ]
+    output.json(asked, results_of)
     rows = []
     for (log, group, series, ratio), result in results:
         own = {
@@ -358,7 +367,7 @@ def _write(
             "group": group,
             "label": series.label,
             "ratio": ratio,
-            "slowdown": _slowdown(result) if result["status"] == "ok" else None,
+            "slowdown": slowdown(result) if result["status"] == "ok" else None,
         }
         rows.append([own[name] if name in own else result[name] for name in _COLUMNS])
     output.csv(_COLUMNS, rows)
@@ -417,35 +426,24 @@ def _draw(
 ) -> None:
     from rotor.report import simrd_figures
 
+    is_access = config.name == "accesses"
+    draw = simrd_figures.access_grid if is_access else simrd_figures.overhead_grid
+    values = "accesses" if is_access else "slowdown"
     for group in GROUPS[config.name]:
         panels = []
         for log in logs:
-            base = baselines[log.path]
-            most = max(1, base["max_memory"])
-            panels.append(
-                {
-                    "title": log.title,
-                    "constant_ratio": base["const_memory"] / most,
-                    "bottleneck_ratio": base["bottleneck_memory"] / most,
-                    "curves": [
-                        {
-                            "label": curve["label"],
-                            "ratios": [point["ratio"] for point in curve["points"]],
-                            "values": [
-                                point["accesses" if config.name == "accesses" else "slowdown"]
-                                for point in curve["points"]
-                            ],
-                            "least": [point["least"] for point in curve["points"]],
-                            "most": [point["most"] for point in curve["points"]],
-                            "has_band": any(point["trials"] > 1 for point in curve["points"]),
-                            "failure": curve["failure"],
-                        }
-                        for curve in curves[log.path, group]
-                    ],
-                }
-            )
+            drawn = []
+            for curve in curves[log.path, group]:
+                points = curve["points"]
+                columns = {"ratios": "ratio", "values": values, "least": "least", "most": "most"}
+                drawn.append(
+                    {
+                        "label": curve["label"],
+                        **{key: [point[name] for point in points] for key, name in columns.items()},
+                        "has_band": any(point["trials"] > 1 for point in points),
+                        "failure": curve["failure"],
+                    }
+                )
+            panels.append(panel(log.title, baselines[log.path], drawn))
         stem = output.figure_stem(f"_{group}" if group else "")
-        draw = (
-            simrd_figures.access_grid if config.name == "accesses" else simrd_figures.overhead_grid
-        )
         output.files += draw(panels, stem, output.formats)

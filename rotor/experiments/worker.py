@@ -67,14 +67,8 @@ def main(workloads: Any = None, dtr: Any = None) -> int:
         else:
             run(request, emit, workloads, dtr)
     except Exception as error:
-        emit(
-            {
-                "event": "error",
-                "error": type(error).__name__,
-                "message": str(error),
-                "traceback": traceback.format_exc(),
-            }
-        )
+        found = {"error": type(error).__name__, "message": str(error)}
+        emit({"event": "error", **found, "traceback": traceback.format_exc()})
     return 0
 
 
@@ -221,14 +215,11 @@ class _Runner:
             session.reset_profile()
             figures = self._timed(training, batch)
             stats = session.stats
-            return figures | {
-                "base_compute_time": stats.base_ns / _NS_PER_MS,
-                "remat_compute_time": stats.remat_ns / _NS_PER_MS,
-                "search_time": stats.search_ns / _NS_PER_MS,
-                "cost_time": stats.cost_ns / _NS_PER_MS,
-                "evictions": stats.evictions,
-                "rematerializations": stats.rematerializations,
-            }
+            for name in ("base", "remat", "search", "cost"):
+                key = f"{name}_compute_time" if name in ("base", "remat") else f"{name}_time"
+                figures[key] = getattr(stats, f"{name}_ns") / _NS_PER_MS
+            counts = ("evictions", "rematerializations")
+            return figures | {name: getattr(stats, name) for name in counts}
 
     def _context(self, level: int, log: str | None) -> Any:
         budget = self.request["budget_bytes"]
