@@ -195,13 +195,10 @@ class _Model:
             stage += step in place
         self.bytes = [program.new_bytes(o) for o in self.nodes]
         self.cost = [program.cost_ns[o] for o in self.nodes]
-        self.least_bytes = self.constant_bytes + max(
-            (
-                size + sum(self.bytes[j] for j in self._held_by(i))
-                for i, size in enumerate(self.bytes)
-            ),
-            default=0,
-        )
+        needs = [
+            size + sum(self.bytes[j] for j in self._held_by(i)) for i, size in enumerate(self.bytes)
+        ]
+        self.least_bytes = self.constant_bytes + max(needs, default=0)
         self.unit = max(1, math.gcd(*self.bytes) if n else 1)
         if budget // self.unit > _RESOLUTION:
             self.unit = -(-budget // _RESOLUTION)
@@ -242,12 +239,8 @@ class _Model:
     def steps(self, runs: list[list[int]]) -> list[int]:
         """Return the schedule of a solution by stages, constants and pins as in the log."""
         program = self.program
-        first = {operation: t for t, operation in enumerate(self.nodes)}
+        again = {operation: runs[t] for t, operation in enumerate(self.nodes)}
         steps: list[int] = []
         for step in program.steps:
-            if step >= 0 and step in first:
-                t = first[step]
-                steps += [self.nodes[i] for i in runs[t]]
-            else:
-                steps.append(step)
+            steps += [self.nodes[i] for i in again[step]] if step in again else [step]
         return steps

@@ -7,7 +7,6 @@ import io
 import operator
 import os
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rotor import _core
@@ -63,7 +62,7 @@ class LogWriter:
             self._file = file
 
     def constant(self, name: str, bytes: int) -> None:
-        """Return a constant and its size in bytes.
+        """Write a constant and its size in bytes.
 
         Raises
         ------
@@ -86,7 +85,7 @@ class LogWriter:
         bytes: Sequence[int],
         aliases: Sequence[int],
     ) -> None:
-        """Return an operation with new results.
+        """Write an operation with new results.
 
         Parameters
         ----------
@@ -125,7 +124,7 @@ class LogWriter:
         self._written()
 
     def mutate(self, name: str, args: Sequence[str], mutated: Sequence[int], time_ns: int) -> None:
-        """Return an operation that writes to some of its arguments.
+        """Write an operation that writes to some of its arguments.
 
         Parameters
         ----------
@@ -142,27 +141,27 @@ class LogWriter:
         self._written()
 
     def copy(self, dst: str, src: str) -> None:
-        """Return a name more for a tensor."""
+        """Write that a tensor has one more name."""
         self._core.copy(dst, src)
         self._written()
 
     def copy_from(self, dst: str, src: str) -> None:
-        """Return a name leaves its tensor for that of another name."""
+        """Write that a name leaves its tensor for that of another name."""
         self._core.copy_from(dst, src)
         self._written()
 
     def release(self, name: str) -> None:
-        """Return a tensor has a reference less."""
+        """Write that a tensor has one reference less."""
         self._core.release(name)
         self._written()
 
     def pin(self, name: str) -> None:
-        """Return a tensor is brought into memory and kept."""
+        """Write that a tensor is brought into memory and kept."""
         self._core.pin(name)
         self._written()
 
     def annotate(self, text: str) -> None:
-        """Return a note: "START" and "BACKWARD" mean something to `parse`."""
+        """Write a note: "START" and "BACKWARD" mean something to `parse`."""
         self._core.annotate(text)
         self._written()
 
@@ -204,12 +203,7 @@ class LogWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.close()
 
 

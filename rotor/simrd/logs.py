@@ -43,19 +43,8 @@ OUTPUT_CONDITIONS = ("rematerialize", "preallocate", "leave")
 _PIECE_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
 
-_OPERATION = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "cost_ns",
-            "bytes",
-            "first_input",
-            "input_count",
-            "first_output",
-            "output_count",
-        )
-    ]
-)
+_COLUMNS = ("cost_ns", "bytes", "first_input", "input_count", "first_output", "output_count")
+_OPERATION = np.dtype([(name, np.int64) for name in _COLUMNS])
 _TENSOR = np.dtype([("storage", np.int64), ("operation", np.int64), ("is_alias", np.bool_)])
 _STORAGE = np.dtype([("bytes", np.int64), ("root", np.int64)])
 _COMMAND = np.dtype([("kind", np.int64), ("index", np.int64)])
@@ -113,7 +102,6 @@ class Log:
         core: _core.Log,
         origin: Path | bytes,
         crc32: int,
-        *,
         name: str,
         cut_at_start: bool,
         output_condition: str,
@@ -414,14 +402,8 @@ def _read(source: LogSource, name: str, cut_at_start: bool, output_condition: st
         with _Raw(source, keeps=True) as raw:
             _feed(core, raw, size, "" if name == "log" else name, name)
     _finish(core, output_condition, str(path or ("" if name == "log" else name)))
-    return Log(
-        core,
-        raw.text if path is None else path,
-        raw.crc32,
-        name=name,
-        cut_at_start=cut_at_start,
-        output_condition=output_condition,
-    )
+    origin = raw.text if path is None else path
+    return Log(core, origin, raw.crc32, name, cut_at_start, output_condition)
 
 
 def _is_binary_file(source: object) -> bool:

@@ -66,37 +66,26 @@ class Program:
         """Return the program of a log without its releases: a static plan knows the later reads."""
         operations, tensors, storages = log.operations, log.tensors, log.storages
         flat = log.inputs.tolist()
-        first, count = operations["first_input"].tolist(), operations["input_count"].tolist()
-        kinds, indices = log.commands["kind"].tolist(), log.commands["index"].tolist()
+        kinds, indices = log.commands["kind"], log.commands["index"]
+        is_step = np.isin(kinds, (_COMPUTE, _PIN))
+        steps = np.where(kinds == _PIN, ~indices, indices)[is_step].tolist()
         backward = log.backward_command if log.backward_command >= 0 else len(kinds)
-        steps: list[int] = []
-        forward_steps = 0
-        for position, (kind, index) in enumerate(zip(kinds, indices, strict=True)):
-            if position == backward:
-                forward_steps = len(steps)
-            if kind == _COMPUTE:
-                steps.append(index)
-            elif kind == _PIN:
-                steps.append(~index)
-        if backward >= len(kinds):
-            forward_steps = len(steps)
+
+        def spans(of: str) -> list[range]:
+            first, count = operations[f"first_{of}"], operations[f"{of}_count"]
+            ends = zip(first.tolist(), (first + count).tolist(), strict=True)
+            return [range(begin, end) for begin, end in ends]
+
         return cls(
             cost_ns=tuple(operations["cost_ns"].tolist()),
-            inputs=tuple(tuple(flat[f : f + c]) for f, c in zip(first, count, strict=True)),
-            outputs=tuple(
-                range(f, f + c)
-                for f, c in zip(
-                    operations["first_output"].tolist(),
-                    operations["output_count"].tolist(),
-                    strict=True,
-                )
-            ),
+            inputs=tuple(tuple(flat[span.start : span.stop]) for span in spans("input")),
+            outputs=tuple(spans("output")),
             storage=tuple(tensors["storage"].tolist()),
             operation=tuple(tensors["operation"].tolist()),
             is_alias=tuple(bool(alias) for alias in tensors["is_alias"].tolist()),
             storage_bytes=tuple(storages["bytes"].tolist()),
             steps=tuple(steps),
-            forward_steps=forward_steps,
+            forward_steps=int(is_step[:backward].sum()),
         )
 
     def is_constant(self, operation: int) -> bool:

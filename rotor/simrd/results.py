@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rotor.chain import check_header, read_json, write_json
+from rotor.chain import check_header, read_json, write_json, write_text
 from rotor.units import format_bytes, format_seconds
 
 __all__ = [
@@ -34,15 +35,8 @@ EVENT_KINDS = ("compute", "evict", "lock", "unlock", "pending", "pin", "banish",
 EVENT = np.dtype(
     [("clock", "i8"), ("bytes", "i8"), ("memory", "i8"), ("kind", "i4"), ("index", "i4")]
 )
-STORAGE = np.dtype(
-    [
-        ("materialized", "i8"),
-        ("evicted", "i8"),
-        ("first_clock", "i8"),
-        ("last_clock", "i8"),
-        ("resident_ns", "i8"),
-    ]
-)
+_COUNTS = ("materialized", "evicted", "first_clock", "last_clock", "resident_ns")
+STORAGE = np.dtype([(name, "i8") for name in _COUNTS])
 OPERATION = np.dtype([("executions", "i8"), ("executions_by_model", "i8")])
 
 _CHANGES = [EVENT_KINDS.index("compute"), EVENT_KINDS.index("evict")]
@@ -373,41 +367,23 @@ _FIELDS = [
     if f.name not in ("storages", "operations", "events", "rerun")
 ]
 _SPECIAL: dict[str, tuple[type, ...]] = {
-    "log": (str,),
-    "heuristic": (str,),
-    "runtime": (str,),
-    "status": (str,),
-    "no_dealloc": (bool,),
-    "sample": (bool,),
-    "ignore_small": (bool,),
-    "ratio": (float, int, type(None)),
-    "budget": (int, type(None)),
-    "overhead_limit": (float, int, type(None)),
-    "n_access": (int, type(None)),
+    **dict.fromkeys(("log", "heuristic", "runtime", "status"), (str,)),
+    **dict.fromkeys(("no_dealloc", "sample", "ignore_small"), (bool,)),
+    **dict.fromkeys(("ratio", "overhead_limit"), (float, int, type(None))),
+    **dict.fromkeys(("budget", "n_access"), (int, type(None))),
     "failure": (dict, type(None)),
 }
 _TYPES = {name: _SPECIAL.get(name, (int,)) for name in _FIELDS}
 _FAILURE_TYPES: dict[str, tuple[type, ...]] = {
-    "kind": (str,),
-    "operation": (str,),
-    "tensor": (str,),
-    "needed_bytes": (int,),
-    "memory_bytes": (int,),
+    **dict.fromkeys(("kind", "operation", "tensor"), (str,)),
+    **dict.fromkeys(("needed_bytes", "memory_bytes"), (int,)),
     "locked": (dict,),
 }
 _LOCKED_TYPES: dict[str, tuple[type, ...]] = {
-    "execution": (int,),
-    "clock": (int,),
-    "command": (int,),
-    "bytes": (int,),
-    "count": (int,),
+    **dict.fromkeys(("execution", "clock", "command", "bytes", "count"), (int,)),
     "storages": (list, tuple),
 }
-_LOCKED_STORAGE_TYPES: dict[str, tuple[type, ...]] = {
-    "storage": (int,),
-    "name": (str,),
-    "bytes": (int,),
-}
+_LOCKED_STORAGE_TYPES = {"storage": (int,), "name": (str,), "bytes": (int,)}
 
 
 def _quotient(numerator: int, denominator: int) -> float:
@@ -416,7 +392,7 @@ def _quotient(numerator: int, denominator: int) -> float:
     return math.inf if numerator else 1.0
 
 
-def _check_fields(what: str, fields: Any, types: dict[str, tuple[type, ...]]) -> None:
+def _check_fields(what: str, fields: Any, types: Mapping[str, tuple[type, ...]]) -> None:
     if not isinstance(fields, dict):
         raise ValueError(f"{what} must be an object, got {fields!r}")
     if missing := [name for name in types if name not in fields]:
@@ -455,15 +431,10 @@ def results_to_csv(results: Iterable[Result], path: str | os.PathLike[str]) -> N
     path
         The file.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([*_COLUMNS, "slowdown", "overhead"])
-            for result in results:
-                row = [getattr(result, name) for name in _COLUMNS]
-                writer.writerow([*row, result.slowdown, result.overhead])
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([*_COLUMNS, "slowdown", "overhead"])
+    for result in results:
+        row = [getattr(result, name) for name in _COLUMNS]
+        writer.writerow([*row, result.slowdown, result.overhead])
+    write_text(buffer.getvalue(), Path(path))

@@ -28,7 +28,6 @@ from rotor.simrd.settings import (
     Baseline,
     Settings,
     check_flag,
-    compute_baseline,
     make_settings,
 )
 from rotor.units import LARGEST_BYTES, parse_bytes
@@ -75,15 +74,6 @@ def _budget(log: Log, ratio: object, budget_bytes: object) -> tuple[float | None
     return number, budget
 
 
-def _finished(log: Log | LogSource) -> Log:
-    found = log if isinstance(log, Log) else parse(log)
-    if not found.core.is_finished:
-        raise ValueError(
-            f"the log {found.name!r} was not read to its end; parse() it, or finish() it"
-        )
-    return found
-
-
 def baseline(log: Log | LogSource) -> Baseline:
     """Return the figures of a log run by V1 without a budget, as published.
 
@@ -104,7 +94,7 @@ def baseline(log: Log | LogSource) -> Baseline:
     MalformedLogError
         It cannot be read.
     """
-    return compute_baseline(_finished(log).core)
+    return (log if isinstance(log, Log) else parse(log)).baseline
 
 
 def simulate(
@@ -220,9 +210,9 @@ def simulate(
         trace=trace,
         max_events=max_events,
     )
-    found = _finished(log)
-    number, budget = _budget(found, ratio, budget_bytes)
+    found = log if isinstance(log, Log) else parse(log)
     base = found.baseline.compute_ns
+    number, budget = _budget(found, ratio, budget_bytes)
     remat_limit = math.inf if math.isinf(limit) else base * (limit - 1)
     settings = replace(settings, budget_bytes=budget, remat_limit_ns=remat_limit)
     replay = settings.replay(found.core)
@@ -279,7 +269,7 @@ def locked_set(core: _core.Log, replay: _core.Replay) -> LockedSet:
     sizes = np.frombuffer(core.storages()[0], dtype=np.int64)
     roots = np.frombuffer(core.storages()[1], dtype=np.int64)
     found = np.frombuffer(replay.locked(), dtype=np.int64)
-    order = found[np.lexsort((found, -sizes[found]))]
+    order = found[np.lexsort((found, -sizes[found]))].tolist()
     return LockedSet(
         execution=replay.executions,
         clock=replay.clock,
@@ -287,7 +277,7 @@ def locked_set(core: _core.Log, replay: _core.Replay) -> LockedSet:
         bytes=int(sizes[found].sum()),
         count=len(order),
         storages=tuple(
-            LockedStorage(int(i), core.tensor_name(int(roots[i])), int(sizes[i])) for i in order
+            LockedStorage(i, core.tensor_name(int(roots[i])), int(sizes[i])) for i in order
         ),
     )
 
@@ -313,13 +303,8 @@ class _Rerun:
     execution: int
 
     def __call__(self) -> LockedSet:
-        quiet = replace(
-            self.settings,
-            count_accesses=False,
-            stats=False,
-            trace=False,
-            stop_at_execution=self.execution,
-        )
-        replay = quiet.replay(self.log.core)
+        silent: dict[str, Any] = dict.fromkeys(("count_accesses", "stats", "trace"), False)
+        settings = replace(self.settings, stop_at_execution=self.execution, **silent)
+        replay = settings.replay(self.log.core)
         replay.run()
         return locked_set(self.log.core, replay)

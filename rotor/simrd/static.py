@@ -31,7 +31,7 @@ from rotor.algorithms.griewank import revolve_sequence
 from rotor.algorithms.persistent import Persistent
 from rotor.algorithms.sequence import Sequence as ChainSequence
 from rotor.chain import Chain
-from rotor.simrd.program import Price, Program, price
+from rotor.simrd.program import Program, price
 
 if TYPE_CHECKING:
     from rotor.simrd.logs import Log
@@ -224,11 +224,9 @@ def stage_chain(cuts: Cuts) -> tuple[Chain, list[int]]:
     """
     program = cuts.program
     bounds = [0, *cuts.articulations(), len(cuts.forward)]
-    later = _read_by(program, program.steps[program.forward_steps :])
-    later_storages = {program.storage[tensor] for tensor in later}
-    backward_ns = sum(
-        program.cost_ns[step] for step in program.steps[program.forward_steps :] if step >= 0
-    )
+    backward = program.steps[program.forward_steps :]
+    later_storages = {program.storage[tensor] for tensor in _read_by(program, backward)}
+    backward_ns = sum(program.cost_ns[step] for step in backward if step >= 0)
     forward_ns = [sum(program.cost_ns[o] for o in cuts.forward[a:b]) for a, b in pairwise(bounds)]
     x = [sum(program.storage_bytes[s] for s in cuts.crossing(b)) for b in bounds]
     xbar, temporary = [], []
@@ -324,22 +322,16 @@ def _forward_parts(program: Program, stage: dict[int, int], count: int) -> list[
 
 
 def _lowest_stage(program: Program, step: int, stage: dict[int, int], input_of: set[int]) -> int:
-    read = [~step] if step < 0 else program.inputs[step]
-    return min(
-        (
-            stage[program.operation[t]]
-            for t in read
-            if program.operation[t] in stage and program.storage[t] not in input_of
-        ),
-        default=len(stage),
-    )
+    read = [t for t in _read_by(program, [step]) if program.storage[t] not in input_of]
+    made = [program.operation[t] for t in read]
+    return min((stage[operation] for operation in made if operation in stage), default=len(stage))
 
 
 Schedules = Iterator[tuple[int, list[int]]]
 
 
-def _checkpoint_all(cuts: Cuts) -> Schedules:
-    yield 0, list(cuts.program.steps)
+def _everywhere(cuts: Cuts) -> list[int]:
+    return list(range(1, len(cuts.forward)))
 
 
 def _every(cuts: Cuts, candidates: list[int]) -> Schedules:
@@ -351,14 +343,6 @@ def _every(cuts: Cuts, candidates: list[int]) -> Schedules:
     periods = {root, *(max(1, round(root * 2 ** (e / 2))) for e in range(-8, 9))}
     for period in sorted(period for period in periods if 1 <= period <= n):
         yield period, segments(cuts, candidates[period - 1 :: period])
-
-
-def _chen_sqrt(cuts: Cuts) -> Schedules:
-    yield from _every(cuts, list(range(1, len(cuts.forward))))
-
-
-def _chen_sqrt_ap(cuts: Cuts) -> Schedules:
-    yield from _every(cuts, cuts.articulations())
 
 
 def _greedy(cuts: Cuts, candidates: list[int]) -> Schedules:
@@ -384,24 +368,15 @@ def _greedy(cuts: Cuts, candidates: list[int]) -> Schedules:
             yield limit, segments(cuts, positions)
 
 
-def _chen_greedy(cuts: Cuts) -> Schedules:
-    yield from _greedy(cuts, list(range(1, len(cuts.forward))))
-
-
-def _chen_greedy_ap(cuts: Cuts) -> Schedules:
-    yield from _greedy(cuts, cuts.articulations())
-
-
 def _griewank(cuts: Cuts) -> Schedules:
     if not cuts.articulations():
         return
     chain, bounds = stage_chain(cuts)
     n = len(chain)
-    numbers: Sequence[int] = range(n)
-    if n > _MOST_REVOLVE:
-        numbers = sorted(
-            {round((n - 1) ** (k / (_MOST_REVOLVE - 1))) for k in range(_MOST_REVOLVE)}
-        )
+    most = _MOST_REVOLVE
+    numbers: Iterable[int] = range(n)
+    if n > most:
+        numbers = sorted({round((n - 1) ** (k / (most - 1))) for k in range(most)})
     for checkpoints in numbers:
         yield checkpoints, chain_schedule(cuts, bounds, revolve_sequence(chain, checkpoints))
 
@@ -419,11 +394,11 @@ def _persistent(cuts: Cuts) -> Schedules:
 
 
 PLANNERS: dict[str, Callable[[Cuts], Schedules]] = {
-    "checkpoint_all": _checkpoint_all,
-    "chen_sqrt": _chen_sqrt,
-    "chen_sqrt_ap": _chen_sqrt_ap,
-    "chen_greedy": _chen_greedy,
-    "chen_greedy_ap": _chen_greedy_ap,
+    "checkpoint_all": lambda cuts: iter([(0, list(cuts.program.steps))]),
+    "chen_sqrt": lambda cuts: _every(cuts, _everywhere(cuts)),
+    "chen_sqrt_ap": lambda cuts: _every(cuts, cuts.articulations()),
+    "chen_greedy": lambda cuts: _greedy(cuts, _everywhere(cuts)),
+    "chen_greedy_ap": lambda cuts: _greedy(cuts, cuts.articulations()),
     "griewank": _griewank,
     "persistent": _persistent,
 }
@@ -466,19 +441,10 @@ def plan(log: Log | Program, planners: Iterable[str] | None = None) -> list[Stat
     points = []
     for name in names:
         for parameter, steps in PLANNERS[name](cuts):
-            points.append(_point(name, parameter, price(program, steps)))
+            found = price(program, steps)
+            figures = (found.peak_bytes, found.compute_ns, found.slowdown, found.n_remat)
+            points.append(StaticPoint(name, parameter, *figures))
     return points
-
-
-def _point(planner: str, parameter: int, priced: Price) -> StaticPoint:
-    return StaticPoint(
-        planner,
-        parameter,
-        priced.peak_bytes,
-        priced.compute_ns,
-        priced.slowdown,
-        priced.n_remat,
-    )
 
 
 def solve(points: Iterable[StaticPoint], budget_bytes: int) -> StaticPoint | None:
