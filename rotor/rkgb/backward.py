@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import fx
@@ -12,7 +13,7 @@ from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
 from rotor.rkgb.forward import Var_info, value_infos
 from rotor.rkgb.grouping import Grouped
-from rotor.rkgb.simplified import S_graph, S_node
+from rotor.rkgb.simplified import Coded, S_graph, S_node
 from rotor.rkgb.source import Trace
 from rotor.rkgb.units import Unit, contracted, is_repeatable
 
@@ -22,7 +23,7 @@ _NS = 1e9
 
 
 @dataclass(eq=False)
-class K_C_node:
+class K_C_node(Coded):
     """One computation: an S node's work in the forward, or in the backward, or the loss.
 
     Attributes
@@ -66,13 +67,6 @@ class K_C_node:
     main_target: str
     is_fwd: bool
     is_rand: bool = False
-    main_code: str = field(default="", repr=False)
-    body_code: str = field(default="", repr=False)
-    inplace_code: str = field(default="", repr=False)
-    all_targets: list[str] = field(default_factory=list, repr=False)
-    tensor_targets: list[str] = field(default_factory=list, repr=False)
-    container_targets: list[str] = field(default_factory=list, repr=False)
-    inplace_targets: list[str] = field(default_factory=list, repr=False)
     deps_real: set[K_D_node] = field(default_factory=set, repr=False)
     deps_fake: set[K_D_node] = field(default_factory=set, repr=False)
     users: set[K_D_node] = field(default_factory=set, repr=False)
@@ -95,14 +89,6 @@ class K_C_node:
     def get_main_code(self) -> str:
         """Return the statements that compute its result."""
         return self.main_code
-
-    def get_code(self) -> str:
-        """Return all of its statements, one a line: main, body, in place."""
-        return "\n".join(filter(None, [self.main_code, self.body_code, self.inplace_code]))
-
-    def full_code(self) -> str:
-        """Return all of its statements: `get_code`."""
-        return self.get_code()
 
 
 @dataclass(eq=False)
@@ -276,9 +262,7 @@ class _Builder:
         labels = [self._name(unit) for unit in self.units]
         modules = [self.node(unit.owner).module for unit in self.units]
         graph = contracted(self.step, [[unit] for unit in self.units], labels, modules)
-        kcns = [
-            self._computation(unit, name) for unit, name in zip(self.units, labels, strict=True)
-        ]
+        kcns = list(map(self._computation, self.units, labels))
         for number, (kcn, op) in enumerate(zip(kcns, graph.operations, strict=True)):
             kcn.number, kcn.time, kcn.overhead = number, op.cost_ns / _NS, op.workspace_bytes
         self._connect(graph, kcns)
@@ -324,11 +308,8 @@ class _Builder:
             module="" if unit.phase == "loss" else s_node.module,
         )
         if unit.phase == "forward":
-            for part in ("main_code", "body_code", "inplace_code"):
-                setattr(kcn, part, getattr(s_node, part))
-            for targets in ("all", "tensor", "container", "inplace"):
-                key = f"{targets}_targets"
-                setattr(kcn, key, list(getattr(s_node, key)))
+            for part in fields(Coded):
+                setattr(kcn, part.name, copy.copy(getattr(s_node, part.name)))
         elif unit.phase == "loss":
             kcn.all_targets = [self.trace.name(node) for node in self.trace.lowered.tangents]
             kcn.tensor_targets = list(kcn.all_targets)
@@ -414,9 +395,8 @@ class _Builder:
             read = any(self.units[k].phase != "backward" for k in readers) or not readers
             return self._of("data" if read and storage not in self.effects else "phantoms", s_node)
         if storage in grads:
-            return (
-                self._of("pgrad", s_node) if grads[storage] else self._of("grad", self.sg.init_node)
-            )
+            of_parameter = ("pgrad", s_node)
+            return self._of(*(of_parameter if grads[storage] else ("grad", self.sg.init_node)))
         if not readers:
             return self._of("phantoms", s_node)
         reader = self.node(self.units[readers[0]].owner)

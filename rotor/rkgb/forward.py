@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -227,14 +227,12 @@ def build_d(trace: Trace, step: Graph) -> D_graph:
 
 
 def _fields(trace: Trace, node: fx.Node, made: dict[fx.Node, Any]) -> dict[str, Any]:
-    is_operation = trace.is_operation(node)
-    task = trace.lowered.tasks[trace.task_of[node]] if is_operation else None
     return {
         "target": trace.targets[node],
         "fct": trace.function(node),
         "code": trace.statement(node),
         "deps": {made[read] for read in node.all_input_nodes if read in made},
-        "is_rand": task is not None and task.random,
+        "is_rand": trace.is_operation(node) and trace.task(node).random,
         "module": maker_module(trace, node),
     }
 
@@ -261,12 +259,12 @@ def value_infos(trace: Trace, step: Graph) -> dict[fx.Node, Var_info]:
         root = trace.root(node) if node in trace.targets else node
         is_view = node is not root and trace.lowered.values[node].kind == "view"
         parent = trace.lowered.values[node].base if is_view else None
-        sizes = [step.storages[s].bytes for s in _made(trace, node)]
+        made = trace.task(node).made.values() if trace.is_operation(node) else ()
         infos[node] = Var_info(
             ttype=torch.Tensor if is_tensor else tuple,
             dtype=value.dtype if is_tensor else None,
             tsize=value.shape if is_tensor else _shapes(value),
-            memsize=sum(sizes),
+            memsize=sum(step.storages[s].bytes for s in made),
             requires_grad=needs[node],
             is_view=is_view,
             is_inplace=node in changed,
@@ -280,12 +278,6 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_shapes(item) for item in value)
     return value.shape if isinstance(value, torch.Tensor) else ()
-
-
-def _made(trace: Trace, node: fx.Node) -> tuple[int, ...]:
-    if node not in trace.task_of:
-        return ()
-    return tuple(trace.lowered.tasks[trace.task_of[node]].made.values())
 
 
 def raw_graph(trace: Trace, step: Graph) -> Graph:
@@ -311,32 +303,23 @@ def raw_graph(trace: Trace, step: Graph) -> Graph:
             for s in op.outputs:
                 real[s] = len(storages)
                 storages.append(step.storages[s])
-            inputs = dict.fromkeys([*direct, *(real[s] for s in op.inputs)])
-            outputs = tuple(real[s] for s in op.outputs)
-            cost, workspace = op.cost_ns, op.workspace_bytes
-            extra: dict[str, Any] = {"reads": direct}
-            flags, module = (op.random, op.once), op.module
+            inputs = tuple(dict.fromkeys([*direct, *(real[s] for s in op.inputs)]))
+            made = replace(
+                op,
+                name=node.name,
+                inputs=inputs,
+                outputs=tuple(real[s] for s in op.outputs),
+                extra={"reads": direct},
+            )
         else:
             lies_on = [real[s] for s in value.storages]
             base = value.base.node if value.base is not None else None
             direct = [own[base]] if base in own else lies_on
             own[node] = len(storages)
             storages.append(Storage(0))
-            inputs = dict.fromkeys([*direct, *lies_on])
-            outputs, cost, workspace = (own[node],), 0, 0
+            inputs = tuple(dict.fromkeys([*direct, *lies_on]))
             extra = {"reads": direct, "view": True}
-            flags, module = (False, False), maker_module(trace, node)
-        operations.append(
-            Operation(
-                name=node.name,
-                cost_ns=cost,
-                inputs=tuple(inputs),
-                outputs=outputs,
-                workspace_bytes=workspace,
-                random=flags[0],
-                once=flags[1],
-                module=module,
-                extra=extra,
-            )
-        )
+            module = maker_module(trace, node)
+            made = Operation(node.name, 0, inputs, (own[node],), module=module, extra=extra)
+        operations.append(made)
     return Graph(storages, None, operations, name=step.name)

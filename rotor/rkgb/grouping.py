@@ -71,7 +71,7 @@ class _Grouping:
             if not self.trace.is_operation(node):
                 found.add(node)
                 continue
-            task = self.trace.lowered.tasks[self.trace.task_of[node]]
+            task = self.trace.task(node)
             size = sum(self.step.storages[s].bytes for s in task.made.values())
             if task.made and not task.random and size <= _LARGEST_CONSTANT:
                 found.add(node)
@@ -79,22 +79,12 @@ class _Grouping:
 
     def _readers(self, node: fx.Node) -> tuple[list[fx.Node], bool]:
         """Return the operations that read a node or its views, and if one of these is returned."""
-        readers, is_returned = [], node in self.returned
-        waiting, seen = [node], {node}
-        while waiting:
-            for user in waiting.pop().users:
-                if user in seen or user not in self.within:
-                    continue
-                seen.add(user)
-                if self.trace.is_operation(user):
-                    readers.append(user)
-                else:
-                    is_returned |= user in self.returned
-                    waiting.append(user)
-        return readers, is_returned
+        operations, views = self.trace.readers(node)
+        is_returned = not self.returned.isdisjoint(views)
+        return [reader for reader in operations if reader in self.within], is_returned
 
     def _is_cheap(self, node: fx.Node) -> bool:
-        task = self.trace.lowered.tasks[self.trace.task_of[node]]
+        task = self.trace.task(node)
         if task.random or not isinstance(node.meta.get("val"), torch.Tensor):
             return False
         name = getattr(node.target, "__name__", "").split(".")[0]
@@ -186,7 +176,7 @@ class _Grouping:
 
     def _ordered(self, node: fx.Node) -> bool:
         """Return True if an operation draws numbers or runs once: their order stays."""
-        task = self.trace.lowered.tasks[self.trace.task_of[node]]
+        task = self.trace.task(node)
         return task.random or task.once
 
     def _part(self, members: dict[fx.Node, list[fx.Node]], done: list[fx.Node]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,29 @@ SOURCES = "__sources__"
 """Name of the node of the inputs."""
 
 
+@dataclass(eq=False, kw_only=True)
+class Coded:
+    """Statements of a node, and the names that they assign."""
+
+    main_code: str = field(default="", repr=False)
+    inplace_code: str = field(default="", repr=False)
+    body_code: str = field(default="", repr=False)
+    all_targets: list[str] = field(default_factory=list, repr=False)
+    tensor_targets: list[str] = field(default_factory=list, repr=False)
+    container_targets: list[str] = field(default_factory=list, repr=False)
+    inplace_targets: list[str] = field(default_factory=list, repr=False)
+
+    def get_code(self) -> str:
+        """Return all of its statements, one a line: main, body, in place."""
+        return "\n".join(filter(None, [self.main_code, self.body_code, self.inplace_code]))
+
+    def full_code(self) -> str:
+        """Return all of its statements: `get_code`."""
+        return self.get_code()
+
+
 @dataclass(eq=False)
-class S_node:
+class S_node(Coded):
     """One operation of the simplified forward, with all operations merged into it.
 
     Attributes
@@ -67,13 +88,6 @@ class S_node:
 
     main_target: str
     main_fct: str = ""
-    main_code: str = field(default="", repr=False)
-    inplace_code: str = field(default="", repr=False)
-    body_code: str = field(default="", repr=False)
-    all_targets: list[str] = field(default_factory=list, repr=False)
-    tensor_targets: list[str] = field(default_factory=list, repr=False)
-    container_targets: list[str] = field(default_factory=list, repr=False)
-    inplace_targets: list[str] = field(default_factory=list, repr=False)
     deps: dict[S_node, set[str]] = field(default_factory=dict, repr=False)
     users: dict[S_node, set[str]] = field(default_factory=dict, repr=False)
     is_artefact: bool = False
@@ -90,14 +104,6 @@ class S_node:
     def target(self) -> str:
         """Name of its result: `main_target`."""
         return self.main_target
-
-    def get_code(self) -> str:
-        """Return all of its statements, one a line: main, body, in place."""
-        return "\n".join(filter(None, [self.main_code, self.body_code, self.inplace_code]))
-
-    def full_code(self) -> str:
-        """Return all of its statements: `get_code`."""
-        return self.get_code()
 
 
 @dataclass(eq=False)
@@ -234,16 +240,16 @@ def _node(
     main = _main(root, members)
     leading = trace.ancestors([main]) if main is not None else set()
     operations = [node for node in members if trace.is_operation(node)]
-    parts: dict[str, list[fx.Node]] = {"main": [], "body": [], "inplace": []}
+    lines: dict[str, list[str]] = {"main": [], "body": [], "inplace": []}
     for member in members:
-        is_effect = member in effects and member not in leading
-        parts["main" if member in leading else "inplace" if is_effect else "body"].append(member)
+        part = "main" if member in leading else "inplace" if member in effects else "body"
+        lines[part].append(trace.statement(member))
     return S_node(
         main_target=name or trace.name(main or members[0]),
         main_fct=trace.function(root) if root is not None else "",
-        main_code=_lines(trace, parts["main"]),
-        body_code=_lines(trace, parts["body"]),
-        inplace_code=_lines(trace, parts["inplace"]),
+        main_code="\n".join(lines["main"]),
+        body_code="\n".join(lines["body"]),
+        inplace_code="\n".join(lines["inplace"]),
         all_targets=[trace.targets[n] for n in members],
         tensor_targets=[
             trace.targets[n]
@@ -251,7 +257,7 @@ def _node(
             if isinstance(n.meta.get("val"), torch.Tensor) and (n is main or n not in leading)
         ],
         container_targets=[trace.targets[n] for n in members if infos[n].ttype is tuple],
-        is_rand=any(trace.lowered.tasks[trace.task_of[n]].random for n in operations),
+        is_rand=any(trace.task(n).random for n in operations),
         module=trace.module_of(root) if root is not None else "",
         merged=[_short(n) for n in operations if root is None or n in leading],
         info=infos[main] if main is not None else None,
@@ -267,15 +273,9 @@ def _main(root: fx.Node | None, members: Sequence[fx.Node]) -> fx.Node | None:
     within = set(members)
     items = [user for user in root.users if user in within]
     tensors = [item for item in items if isinstance(item.meta.get("val"), torch.Tensor)]
-    return min(tensors, key=lambda item: _position(item.args[1]), default=root)
-
-
-def _position(index: Any) -> int:
-    return index if isinstance(index, int) else 0
-
-
-def _lines(trace: Trace, nodes: Iterable[fx.Node]) -> str:
-    return "\n".join(trace.statement(node) for node in nodes)
+    indices = {item: item.args[1] for item in tensors}
+    places = {item: index if isinstance(index, int) else 0 for item, index in indices.items()}
+    return min(tensors, key=places.__getitem__, default=root)
 
 
 def _short(node: fx.Node) -> str:

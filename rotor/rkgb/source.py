@@ -7,6 +7,7 @@ Values have the published names, ``__<number>_<operation>``; parameters and buff
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import fx, nn
 
 from rotor._pytorch import core
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.tracing.lowering import Lowered, Value
+from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
 
 __all__ = ["Trace", "argument_names"]
 
@@ -90,10 +91,10 @@ class Trace:
             node: k
             for k, node in enumerate([*self.forward, *self.lowered.tangents, *self.backward])
         }
-        self.targets = {
-            node: f"__{k}_{_plain(self.root(node) if _is_item(node) else node)}"
-            for node, k in self.number.items()
-        }
+        self.targets = {}
+        for node, k in self.number.items():
+            is_item = node.target is operator.getitem
+            self.targets[node] = f"__{k}_{_plain(self.root(node) if is_item else node)}"
         self._scopes = {name: any(m.children()) for name, m in module.named_modules()}
 
     def _name_inputs(
@@ -102,11 +103,10 @@ class Trace:
         known: dict[int, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             known.setdefault(id(parameter), f"self.get_parameter({name!r})")
-        count = len(known)
+        owned = set(known)
         for name, buffer in module.named_buffers(remove_duplicate=False):
             known.setdefault(id(buffer), f"self.get_buffer({name!r})")
-        owned = dict(list(known.items())[:count])
-        known = {**known, **inputs}
+        known |= inputs
         for node, value in zip(self.lowered.primals, primals, strict=True):
             self.names[node] = known.get(id(value)) or self.constant(value)
             if id(value) in owned:
@@ -121,14 +121,11 @@ class Trace:
         described = {repr(n.meta.get("desc")): n for n in self.lowered.primals}
         outputs, mutations = [], []
         descriptions = list(last.meta.get("desc") or [])
-        for index, node in enumerate(self.lowered.outputs):
-            if not isinstance(node, fx.Node):
-                continue
-            desc = descriptions[index] if index < len(descriptions) else None
+        for node, desc in itertools.zip_longest(self.lowered.outputs, descriptions):
             mutated = getattr(desc, "mutated_input", None)
-            if mutated is None:
+            if isinstance(node, fx.Node) and mutated is None:
                 outputs.append(node)
-            else:
+            elif isinstance(node, fx.Node):
                 mutations.append((described[repr(mutated)], node))
         return outputs, mutations
 
@@ -155,6 +152,10 @@ class Trace:
         """Return True if the node makes storages of its own."""
         return node in self.task_of
 
+    def task(self, node: fx.Node) -> Task:
+        """Return the operation of a node that makes storages of its own."""
+        return self.lowered.tasks[self.task_of[node]]
+
     def root(self, node: fx.Node) -> fx.Node:
         """Return the operation or input whose storages a view or item lies on."""
         value: Value = self.lowered.values[node]
@@ -164,7 +165,7 @@ class Trace:
 
     def module_of(self, node: fx.Node) -> str:
         """Return the path of the module that an operation belongs to."""
-        return self.lowered.tasks[self.task_of[node]].module
+        return self.task(node).module
 
     def scope(self, node: fx.Node) -> str:
         """Return the path of the innermost module with children that an operation belongs to."""
@@ -220,34 +221,32 @@ class Trace:
             return "{" + ", ".join(items) + "}"
         if isinstance(value, float):
             return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-        if value is None or isinstance(value, bool | int | str):
+        plain = bool | int | str | torch.dtype | torch.layout | torch.memory_format
+        if value is None or isinstance(value, plain):
             return repr(value)
         if isinstance(value, slice):
             words = ", ".join(self._text(v, name) for v in (value.start, value.stop, value.step))
             return f"slice({words})"
         if isinstance(value, torch.device):
             return f"torch.{value!r}"
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return repr(value)
         return self.constant(value)
+
+    def readers(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Return the operations that read a node or its views, and the node with its views."""
+        operations: dict[fx.Node, None] = {}
+        views = [node]
+        for view in views:
+            for user in view.users:
+                if self.is_operation(user):
+                    operations[user] = None
+                elif user.op != "output" and user not in views:
+                    views.append(user)
+        return list(operations), views
 
     def readers_beside(self, primal: fx.Node, inside: set[fx.Node]) -> bool:
         """Return True if operations outside of `inside` read an input or its views."""
-        waiting, seen = [primal], {primal}
-        while waiting:
-            for user in waiting.pop().users:
-                if user in seen or user.op == "output":
-                    continue
-                seen.add(user)
-                if not self.is_operation(user):
-                    waiting.append(user)
-                elif user not in inside and not _plain(user).startswith(_BLIND):
-                    return True
-        return False
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
+        readers = set(self.readers(primal)[0]) - inside
+        return any(not _plain(reader).startswith(_BLIND) for reader in readers)
 
 
 def _plain(node: fx.Node) -> str:

@@ -35,15 +35,9 @@ __all__ = ["Hiremate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
 _WITHOUT_EFFECT = frozenset(
     [
         *("mem_unit", "nb_budget_save", "nb_budget_peak", "ilp_solver", "ilp_solver_params"),
-        *(
-            "ilp_time_limit_top",
-            "partitioners",
-            "partitioner_params",
-            "solve_recursive",
-            "rotor_kwargs",
-            "rotor_solve_with_python",
-        ),
-        *("rkgb_res", "cpu_optim", "gpu_optim", "optim_kwargs", "minor_offload_size"),
+        *("ilp_time_limit_top", "partitioners", "partitioner_params", "solve_recursive"),
+        *("rotor_kwargs", "rotor_solve_with_python", "rkgb_res", "cpu_optim", "gpu_optim"),
+        *("optim_kwargs", "minor_offload_size"),
     ]
 )
 _ALGORITHMS = {"hilp": "operations", "rotor": "blocks"}
@@ -68,13 +62,9 @@ SOLVERS: dict[str, _Find] = {"operations": search, "blocks": _by_blocks, "exact"
 """Functions of a graph, a budget, options and a progress callback, by `Solver.algorithm`."""
 
 
-def _budget_bytes(budget: float | str) -> int:
-    whole = int(budget) if isinstance(budget, float) and budget > 0 else budget
-    return parse_bytes(whole, name="budget")
-
-
 def _checked_budget(budget: float | str | None) -> int | None:
-    return None if budget is None else _budget_bytes(budget)
+    whole = int(budget) if isinstance(budget, float) and budget > 0 else budget
+    return None if whole is None else parse_bytes(whole, name="budget")
 
 
 class _OtherLimit(Setting):
@@ -94,14 +84,11 @@ def _gradients(graph: Graph) -> set[int]:
 
 def _without(graph: Graph, storages: set[int]) -> Graph:
     """Return a graph of which some storages have no bytes."""
-    return Graph(
-        [
-            Storage(0 if number in storages else storage.bytes, storage.pinned)
-            for number, storage in enumerate(graph.storages)
-        ],
-        None,
-        graph.operations,
-    )
+    kept = [
+        Storage(0 if number in storages else storage.bytes, storage.pinned)
+        for number, storage in enumerate(graph.storages)
+    ]
+    return Graph(kept, None, graph.operations)
 
 
 def _expected(plan: GraphPlan, overhead: bool) -> list[int]:
@@ -416,7 +403,7 @@ class Rockmate(Checkpointable):
         ValueError
             Nothing was measured; InfeasibleError (a ValueError) if no plan was found.
         """
-        with self._trying({} if budget is None else {"budget": _budget_bytes(budget)}):
+        with self._trying({} if budget is None else {"budget": _checked_budget(budget)}):
             found: Program | None = super().compute_sequence()
             return found
 
