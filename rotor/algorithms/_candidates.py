@@ -16,12 +16,28 @@ class CandidateAlgorithm(DynamicAlgorithm):
     """A `DynamicAlgorithm` over a list of schedules that does not depend on the budget."""
 
     @abstractmethod
-    def candidates(self, chain: Chain) -> Iterator[Sequence]:
-        """Return the schedules that the algorithm has of a chain, priced on it; see `permitted`."""
+    def schedules(self, chain: Chain) -> list[Callable[[], Sequence]]:
+        """Return functions that make and price the schedules that the algorithm has of a chain."""
 
-    @abstractmethod
-    def count(self, chain: Chain) -> int:
-        """Return the number of candidates."""
+    def candidates(
+        self, chain: Chain, progress: ProgressCallback | None = None
+    ) -> Iterator[Sequence]:
+        """Yield the schedules of a chain, but for those that repeat what may run only once."""
+        schedules = self.schedules(chain)
+        found = False
+        for done, make in enumerate(schedules, start=1):
+            try:
+                sequence = make()
+            except InvalidSequenceError:
+                if not any(chain.once):
+                    raise
+            else:
+                found = True
+                yield sequence
+            if progress is not None:
+                progress(done, len(schedules))
+        if not found:
+            raise self._runs_again(chain)
 
     def solve(
         self,
@@ -39,34 +55,22 @@ class CandidateAlgorithm(DynamicAlgorithm):
         """
         budget = parse_budget(budget_bytes)
         best: Sequence | None = None
-        minimum = None
-        total = self.count(chain)
-        for done, sequence in enumerate(self.candidates(chain), start=1):
+        peaks = []
+        for sequence in self.candidates(chain, progress):
             peak = sequence.peak_bytes
-            minimum = peak if minimum is None else min(minimum, peak)
+            peaks.append(peak)
             if peak <= budget and (
                 best is None or (sequence.makespan, peak) < (best.makespan, best.peak_bytes)
             ):
                 best = sequence
-            if progress is not None:
-                progress(done, total)
-        if minimum is None:
-            raise self._runs_again(chain)
         if best is None:
-            raise infeasible(type(self).__name__, budget, minimum)
+            raise infeasible(type(self).__name__, budget, min(peaks))
         return best
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return peak and time of the candidates that no other one beats."""
-        points = []
-        total = self.count(chain)
-        for done, sequence in enumerate(self.candidates(chain), start=1):
-            points.append((sequence.peak_bytes, sequence.makespan))
-            if progress is not None:
-                progress(done, total)
-        if not points:
-            raise self._runs_again(chain)
-        return Curve.from_points(points)
+        found = self.candidates(chain, progress)
+        return Curve.from_points((one.peak_bytes, one.makespan) for one in found)
 
     def _runs_again(self, chain: Chain) -> ValueError:
         stages = [i for i, flag in enumerate(chain.once) if flag]
@@ -75,14 +79,3 @@ class CandidateAlgorithm(DynamicAlgorithm):
             f"{type(self).__name__} has no schedule of this chain: all of them run stage "
             f"{', '.join(names)} again, which may run only once. Use Persistent"
         )
-
-
-def permitted(make: Callable[[], Sequence], chain: Chain) -> Iterator[Sequence]:
-    """Yield the schedule that `make` prices, unless it repeats a stage that may run only once."""
-    try:
-        sequence = make()
-    except InvalidSequenceError:
-        if not any(chain.once):
-            raise
-        return
-    yield sequence

@@ -14,12 +14,12 @@ References
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
-from rotor.algorithms._candidates import CandidateAlgorithm, permitted
+from rotor.algorithms._candidates import CandidateAlgorithm
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 
@@ -56,20 +56,12 @@ class ChenSqrt(CandidateAlgorithm):
             raise ValueError(f"segments must be at least 1, got {segments!r}")
         self.segments = segments
 
-    def candidates(self, chain: Chain) -> Iterator[Sequence]:
+    def schedules(self, chain: Chain) -> list[Callable[[], Sequence]]:
         """Return a schedule for each allowed number of segments."""
-        for segments in self._numbers(len(chain)):
-            yield from permitted(partial(segment_sequence, chain, segments), chain)
-
-    def count(self, chain: Chain) -> int:
-        """Return how many numbers of segments are allowed."""
-        return len(self._numbers(len(chain)))
-
-    def _numbers(self, n: int) -> range:
-        if self.segments is None:
-            return range(1, n + 1)
-        wanted = round(math.sqrt(n)) if isinstance(self.segments, str) else self.segments
-        return range(min(wanted, n), min(wanted, n) + 1)
+        n, given = len(chain), self.segments
+        wanted = round(math.sqrt(n)) if isinstance(given, str) else given
+        numbers = range(1, n + 1) if wanted is None else [min(wanted, n)]
+        return [partial(segment_sequence, chain, segments) for segments in numbers]
 
     def __repr__(self) -> str:
         return f"ChenSqrt(segments={self.segments!r})"

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rotor import _core
-from rotor.algorithms._tables import curve_of, priced, table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
@@ -24,8 +23,11 @@ from rotor.algorithms.utils import (
     DynamicAlgorithm,
     ProgressCallback,
     checked_slots,
+    curve_of,
     infeasible,
     parse_budget,
+    priced,
+    table_bound,
 )
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError

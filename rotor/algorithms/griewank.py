@@ -11,14 +11,14 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
 from rotor import _core
-from rotor.algorithms._candidates import CandidateAlgorithm, permitted
-from rotor.algorithms._tables import priced
+from rotor.algorithms._candidates import CandidateAlgorithm
 from rotor.algorithms.sequence import Sequence
+from rotor.algorithms.utils import priced
 from rotor.chain import Chain
 
 
@@ -53,20 +53,11 @@ class Griewank(CandidateAlgorithm):
             raise ValueError(f"checkpoints must be a number of at least 0, got {checkpoints!r}")
         self.checkpoints = checkpoints
 
-    def candidates(self, chain: Chain) -> Iterator[Sequence]:
+    def schedules(self, chain: Chain) -> list[Callable[[], Sequence]]:
         """Return Revolve's schedule for each allowed number of checkpoints."""
-        for checkpoints in self._numbers(len(chain)):
-            yield from permitted(partial(revolve_sequence, chain, checkpoints), chain)
-
-    def count(self, chain: Chain) -> int:
-        """Return how many numbers of checkpoints are allowed."""
-        return len(self._numbers(len(chain)))
-
-    def _numbers(self, n: int) -> range:
-        if self.checkpoints is None:
-            return range(n)
-        wanted = min(self.checkpoints, n - 1)
-        return range(wanted, wanted + 1)
+        n = len(chain)
+        numbers = range(n) if self.checkpoints is None else [min(self.checkpoints, n - 1)]
+        return [partial(revolve_sequence, chain, checkpoints) for checkpoints in numbers]
 
     def __repr__(self) -> str:
         return f"Griewank(checkpoints={self.checkpoints!r})"

@@ -17,10 +17,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rotor import _core
-from rotor.algorithms._tables import curve_of, priced, table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, infeasible, parse_budget
+from rotor.algorithms.utils import (
+    DynamicAlgorithm,
+    ProgressCallback,
+    curve_of,
+    infeasible,
+    parse_budget,
+    priced,
+    table_bound,
+)
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 

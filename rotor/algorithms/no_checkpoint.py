@@ -6,7 +6,7 @@ overhead of all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
 from rotor.algorithms._candidates import CandidateAlgorithm
@@ -19,13 +19,9 @@ class NoCheckpoint(CandidateAlgorithm):
 
     name: ClassVar[str] = "no_checkpoint"
 
-    def candidates(self, chain: Chain) -> Iterator[Sequence]:
+    def schedules(self, chain: Chain) -> list[Callable[[], Sequence]]:
         """Return the one schedule without recomputation."""
         n = len(chain)
         forward = [("Fe", i) for i in range(n)]
         backward = [("B", i) for i in reversed(range(n))]
-        yield Sequence([*forward, ("L", n), *backward], chain)
-
-    def count(self, chain: Chain) -> int:
-        """Return one."""
-        return 1
+        return [lambda: Sequence([*forward, ("L", n), *backward], chain)]

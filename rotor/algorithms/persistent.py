@@ -12,12 +12,12 @@ References
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rotor import _core
-from rotor.algorithms._tables import curve_of, priced, table_bound
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
@@ -25,8 +25,11 @@ from rotor.algorithms.utils import (
     DynamicAlgorithm,
     ProgressCallback,
     checked_slots,
+    curve_of,
     infeasible,
     parse_budget,
+    priced,
+    table_bound,
 )
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
@@ -142,8 +145,8 @@ class Persistent(DynamicAlgorithm):
             assert points is not None
             return curve_of(points)
         fastest = next(NoCheckpoint().candidates(chain))
-        minimum, _ = self._minimum(chain, 0, None)
-        _, codes = self._minimum(chain, minimum, None)
+        minimum, _ = self._minimum(chain, 0)
+        _, codes = self._minimum(chain, minimum)
         assert codes is not None
         sequences = [fastest, priced(codes, chain)]
         budgets = np.geomspace(max(1, minimum), max(1, fastest.peak_bytes), _CURVE_POINTS)
@@ -161,10 +164,8 @@ class Persistent(DynamicAlgorithm):
             return self._solved[1]
         table = None
         if len(chain) ** 3 * _EXACT_BYTES_PER_TRIPLE <= self.exact_table_bytes:
-            try:
+            with suppress(MemoryError):
                 table = _core.frontier(chain.core, self.exact_table_bytes, progress)
-            except MemoryError:
-                table = None
         self._solved = (key, table)
         return table
 
@@ -174,23 +175,14 @@ class Persistent(DynamicAlgorithm):
         """Return the best schedule on so many slots, or on more if none is found on them."""
         codes = self._dense(chain, budget, slots, progress)
         if codes is None:
-            minimum, least = self._minimum(chain, budget, None)
+            minimum, least = self._minimum(chain, budget)
             if least is None:
                 raise infeasible(type(self).__name__, budget, minimum)
-            codes = self._on_more_slots(chain, budget, slots, progress) or least
+            with suppress(MemoryError, ValueError):
+                finer = (self._dense(chain, budget, k * slots, progress) for k in _FINER)
+                codes = next((found for found in finer if found is not None), None)
+            codes = codes or least
         return priced(codes, chain)
-
-    def _on_more_slots(
-        self, chain: Chain, budget: int, slots: int, progress: ProgressCallback | None
-    ) -> bytearray | None:
-        for factor in _FINER:
-            try:
-                codes = self._dense(chain, budget, factor * slots, progress)
-            except (MemoryError, ValueError):
-                return None
-            if codes is not None:
-                return codes
-        return None
 
     def _stretched(
         self, chain: Chain, budget: int, most: int, progress: ProgressCallback | None
@@ -239,12 +231,9 @@ class Persistent(DynamicAlgorithm):
                 f"bytes, and {bound} bytes may be used: give fewer mem_slots"
             ) from None
 
-    def _minimum(
-        self, chain: Chain, budget: int, progress: ProgressCallback | None
-    ) -> tuple[int, bytearray | None]:
-        return _core.persistent_minimum(
-            chain.core, budget, table_bound(self.max_table_bytes), progress
-        )
+    def _minimum(self, chain: Chain, budget: int) -> tuple[int, bytearray | None]:
+        bound = table_bound(self.max_table_bytes)
+        return _core.persistent_minimum(chain.core, budget, bound, None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_solved": None}

@@ -8,10 +8,10 @@ It is Revolve's schedule without checkpoints (Griewank and Walther, Algorithm 79
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
-from rotor.algorithms._candidates import CandidateAlgorithm, permitted
+from rotor.algorithms._candidates import CandidateAlgorithm
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
 
@@ -27,7 +27,7 @@ class RecomputeAll(CandidateAlgorithm):
 
     name: ClassVar[str] = "recompute_all"
 
-    def candidates(self, chain: Chain) -> Iterator[Sequence]:
+    def schedules(self, chain: Chain) -> list[Callable[[], Sequence]]:
         """Return the one schedule that keeps the chain's input alone."""
         n = len(chain)
         ops: list[tuple[str, int]] = []
@@ -37,8 +37,4 @@ class RecomputeAll(CandidateAlgorithm):
             if i == n - 1:
                 ops.append(("L", n))
             ops.append(("B", i))
-        yield from permitted(lambda: Sequence(ops, chain), chain)
-
-    def count(self, chain: Chain) -> int:
-        """Return one."""
-        return 1
+        return [lambda: Sequence(ops, chain)]

@@ -15,6 +15,7 @@ from rotor.chain import Chain
 from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes, parse_bytes
 
+LARGEST_TABLE_BYTES = 4 << 30
 _LARGEST_SLOTS = 1 << 28
 _CURVE_POINTS = 40
 _NEXT_BUDGET = 0.9
@@ -158,6 +159,29 @@ def checked_slots(mem_slots: int) -> int:
     if not 1 <= mem_slots <= _LARGEST_SLOTS:
         raise ValueError(f"mem_slots = {mem_slots}, expected 1 to {_LARGEST_SLOTS}")
     return int(mem_slots)
+
+
+# -- parts of the algorithms over the C core's tables
+
+
+def table_bound(asked_bytes: int | None) -> int:
+    """Return the requested bound; by default half of the available memory, 4 GiB at most."""
+    if asked_bytes is not None:
+        return asked_bytes
+    import psutil
+
+    return min(LARGEST_TABLE_BYTES, int(psutil.virtual_memory().available) // 2)
+
+
+def priced(codes: bytearray, chain: Chain) -> Sequence:
+    """Return the sequence of the core's operations, priced on its chain."""
+    return Sequence(np.frombuffer(codes, dtype=np.int32).reshape(-1, 2), chain)
+
+
+def curve_of(points: tuple[bytearray, bytearray]) -> Curve:
+    """Return the curve of the core's points: bytes, and nanoseconds."""
+    sizes, ns = (np.frombuffer(values, dtype=np.int64) for values in points)
+    return Curve(sizes, ns / 1e9)
 
 
 def infeasible(algorithm: str, budget_bytes: int, minimum_bytes: int) -> InfeasibleError:

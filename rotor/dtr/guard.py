@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -26,67 +26,48 @@ from rotor import _core
 from rotor._pytorch import dispatch, pointers
 from rotor.common.tensor_trees import tree_tensors
 
-
-class Guarded(Protocol):
-    """Interface of a session that the guard calls."""
-
-    def materialize(self, tensor: torch.Tensor) -> None:
-        """Have a tensor's bytes in memory until the next operator runs."""
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Have a tensor's bytes in memory for good."""
-
-    def reference(self, tensor: torch.Tensor) -> object | None:
-        """Return the session's reference to a tensor's storage, ``None`` if it has seen none."""
-
-    def __enter__(self) -> Any:
-        """See the operators of this thread."""
-
-    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> Any:
-        """See them no longer."""
-
-    def give_up(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor in memory before something other than an operator writes to it."""
+if TYPE_CHECKING:
+    from rotor.dtr.runtime import Session
 
 
-def _functions(names: str, *owners: Any) -> list[Callable[..., Any]]:
-    found = [getattr(owner, name, None) for owner in owners for name in names.split()]
+def _functions(owner: Any, names: str) -> list[Callable[..., Any]]:
+    found = [getattr(owner, name, None) for name in names.split()]
     return [function for function in found if function is not None]
 
 
 # Functions that no longer need the bytes when they return, and run no operator that could evict.
-_READ = frozenset(_functions("__repr__ __format__ tolist", torch.Tensor))
+_READ = frozenset(_functions(torch.Tensor, "__repr__ __format__ tolist"))
 
 # Functions whose results share the bytes, or that read several tensors.
 _SHARED = frozenset(
     _functions(
+        torch.Tensor,
         "numpy __array__ data_ptr const_data_ptr mutable_data_ptr untyped_storage storage "
         "share_memory_ __deepcopy__ __reduce_ex__ apply_ map_ map2_ as_subclass _make_subclass",
-        torch.Tensor,
     )
 ).union({torch.Tensor.__cuda_array_interface__.__get__, torch.Tensor.data.__set__})  # type: ignore[attr-defined]
 
 # Functions that read lengths, sizes and indices by pointer, and all else by operators.
 _INDEXED = frozenset(
-    _functions("tensor_split", torch.Tensor)
-    + _functions("tensor_split ctc_loss _pad_packed_sequence", torch)
-    + _functions("lstm gru rnn_tanh rnn_relu quantized_lstm quantized_gru", torch)
-    + _functions("ctc_loss", functional)
+    _functions(torch.Tensor, "tensor_split")
+    + _functions(torch, "tensor_split ctc_loss _pad_packed_sequence")
+    + _functions(torch, "lstm gru rnn_tanh rnn_relu quantized_lstm quantized_gru")
+    + _functions(functional, "ctc_loss")
 )
 
 # Functions that read elements of lists without operators, and tensors with them.
 _COLLECTING = frozenset(
-    _functions("tensor as_tensor asarray", torch) + _functions("new_tensor", torch.Tensor)
+    _functions(torch, "tensor as_tensor asarray") + _functions(torch.Tensor, "new_tensor")
 )
 
 # Functions that write with code of their own.
-_WRITTEN = frozenset(_functions("apply_ map_ map2_", torch.Tensor))
+_WRITTEN = frozenset(_functions(torch.Tensor, "apply_ map_ map2_"))
 
 
 class Guard(_core.FunctionMode, TorchFunctionMode):  # type: ignore[misc]
     """Mode that brings back tensors that functions of PyTorch read without operators."""
 
-    def __init__(self, session: Guarded) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
         self.watched = (
@@ -127,7 +108,7 @@ def _listed(values: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def guarded(session: Guarded) -> Iterator[None]:
+def guarded(session: Session) -> Iterator[None]:
     """Guard a session, in backwards too.
 
     PyTorch takes a mode off the stack around a function that the mode has seen, so also around

@@ -95,8 +95,11 @@ def _has_masks(args: Any) -> bool:
 
 
 def _nonzero_bytes(args: Any, exactly: bool) -> int:
-    x: torch.Tensor = args[0]
-    return _true(x, exactly) * x.dim() * 8
+    return _true(args[0], exactly) * int(args[0].dim()) * 8
+
+
+def _repeated_bytes(args: Any, _: bool) -> int:
+    return int(args[0].sum()) * 8
 
 
 def _masked_bytes(args: Any, exactly: bool) -> int:
@@ -129,19 +132,16 @@ def _counted_bytes(args: Any, _: bool) -> int:
     return (int(x.max()) + 1 if x.numel() else 0) * 8
 
 
-def _repeated_bytes(args: Any, _: bool) -> int:
-    return int(args[0].sum()) * 8
-
-
 # Positions of running statistics, and of `training`: not all schemas say that they are written to.
 _BATCH_NORM = Treatment(hidden=(3, 4), hidden_if=5, replay=_without_statistics)
-_RESHAPING = Treatment(reshapes=True)
-_SIZED_BY_FLOATS = Treatment(sizes_by_value=True)
-_UNIQUE = Treatment(result_bytes=_unique_bytes)
+
+
+def _alike(names: str, treatment: Treatment) -> dict[str, Treatment]:
+    return dict.fromkeys([f"aten::{name}" for name in names.split()], treatment)
+
 
 ODD_OPERATORS: dict[str, Treatment] = {
-    "aten::_unsafe_view": Treatment(is_view=True),
-    "aten::_reshape_alias": Treatment(is_view=True),
+    **_alike("_unsafe_view _reshape_alias", Treatment(is_view=True)),
     "aten::lift_fresh": Treatment(is_fresh=True),
     "aten::add.Tensor": Treatment(in_place=aten.add_.Tensor),
     "aten::native_batch_norm": _BATCH_NORM,
@@ -151,25 +151,17 @@ ODD_OPERATORS: dict[str, Treatment] = {
     # Followed by the flag for training. Masks come from a state beside the generators.
     "aten::_cudnn_rnn": Treatment(kept_if=11),
     "aten::miopen_rnn": Treatment(kept_if=9),
-    "aten::resize_": _RESHAPING,
-    "aten::resize_as_": _RESHAPING,
-    "aten::set_": _RESHAPING,
-    "aten::_resize_output_": _RESHAPING,
-    "aten::resize_as_sparse_": _RESHAPING,
-    "aten::arange": _SIZED_BY_FLOATS,
-    "aten::range": _SIZED_BY_FLOATS,
-    "aten::linspace": _SIZED_BY_FLOATS,
-    "aten::logspace": _SIZED_BY_FLOATS,
+    **_alike("resize_ resize_as_ set_ _resize_output_ resize_as_sparse_", Treatment(reshapes=True)),
+    **_alike("arange range linspace logspace", Treatment(sizes_by_value=True)),
     "aten::nonzero": Treatment(result_bytes=_nonzero_bytes),
     "aten::masked_select": Treatment(result_bytes=_masked_bytes),
     # The positions of masks are its workspace.
     "aten::index": Treatment(
         varies_if=_has_masks, result_bytes=_indexed_bytes, scales_workspace=True
     ),
-    "aten::unique_consecutive": _UNIQUE,
-    "aten::_unique": _UNIQUE,
-    "aten::_unique2": _UNIQUE,
-    "aten::unique_dim": _UNIQUE,
+    **_alike(
+        "unique_consecutive _unique _unique2 unique_dim", Treatment(result_bytes=_unique_bytes)
+    ),
     "aten::bincount": Treatment(result_bytes=_counted_bytes),
     "aten::repeat_interleave.Tensor": Treatment(result_bytes=_repeated_bytes),
 }

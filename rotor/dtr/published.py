@@ -19,6 +19,7 @@ import gc
 import os
 import warnings
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,20 +67,20 @@ _METHODS = frozenset(
 )
 
 
+@dataclass
 class _Global:
     """State that the functions share."""
 
-    def __init__(self) -> None:
-        self.context: AbstractContextManager[Session] | None = None
-        self.session: Session | None = None
-        self.level_bytes = 0
-        self.sample = True
-        self.ignore_small = True
-        self.log: ProgramLog | None = None
-        self.logged: Session | None = None
-        self.ordinary: dict[int, StorageRef] = {}
-        self.given: dict[int, StorageRef] = {}
-        self.last: Session | None = None
+    context: AbstractContextManager[Session] | None = None
+    session: Session | None = None
+    level_bytes: int = 0
+    sample: bool = True
+    ignore_small: bool = True
+    log: ProgramLog | None = None
+    logged: Session | None = None
+    ordinary: dict[int, StorageRef] = field(default_factory=dict)
+    given: dict[int, StorageRef] = field(default_factory=dict)
+    last: Session | None = None
 
 
 _state = _Global()

@@ -19,7 +19,6 @@ from rotor.dtr.calling import ModulePaths
 from rotor.dtr.operators import KERNELS
 from rotor.dtr.repeating import Verifier, verifying_bytes
 from rotor.dtr.signatures import known_needs, read_times
-from rotor.dtr.slack import Slack
 from rotor.dtr.storages import StorageRef, Store, bytes_of
 from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter import allocator
@@ -33,6 +32,8 @@ MOVE_WEIGHT = 1.0
 """Weight of the time of a move to the second tier and back, against that of computing again."""
 _NAMED = 5
 _LOST_BYTE = 0xFF  # makes floating-point numbers not a number
+_SLACK_BYTES = 1 << 20
+"""Most that a caching allocator keeps with a block above 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,34 @@ class Observer(Protocol):
         """Handle a storage that lost its bytes to make room."""
 
 
+class _Slack:
+    """Counter of what a device has allocated above the level on entry, and a session does not know.
+
+    It is the slack of segments that the caching allocator keeps with large blocks, and what code
+    outside the operators allocates. The device is an accelerator; reading waits for nothing.
+    `nbytes` are the bytes beyond the session's storages when the counter was read last, 0 for
+    fewer; `most_per_block` is the most that the allocator keeps with one block above 1 MiB.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._level, self._peak = devices.counters(device)
+        self.nbytes = 0
+        self.most_per_block = 0 if devices.expandable_segments() else _SLACK_BYTES
+
+    def read(self, current: int) -> None:
+        """Read the counter, where a session's storages are `current` bytes."""
+        self.nbytes = max(devices.allocated_bytes(self._device) - self._level - current, 0)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that was allocated above the level on entry.
+
+        ``None`` if the device's counter has not risen, since it was higher before the entry.
+        """
+        peak = devices.counters(self._device)[1]
+        return None if peak == self._peak else peak - self._level
+
+
 class Recall:
     """The book of a session, and the storages in it.
 
@@ -163,7 +192,7 @@ class Recall:
         self.device = device
         self.limit = limit
         self.outside_bytes = self.told_bytes = 0
-        self._slack: Slack | None = None
+        self._slack: _Slack | None = None
         self._strict = strict
         self._bytes = bytes_of(storage_swap)
         self._proof_bytes = verifying_bytes(device) if verify else 0
@@ -241,7 +270,7 @@ class Recall:
         if self.limit is not None and not self._is_cpu and devices.has_counters(self.device):
             # Let libraries take now what they keep, which would count as slack.
             devices.prepare(self.device)
-            self._slack = Slack(self.device)
+            self._slack = _Slack(self.device)
             self._handler.slack_bytes = self._slack.most_per_block
 
     def _read_slack(self) -> int:
@@ -331,23 +360,17 @@ class Recall:
 
     def _no_room(self, current: int, nbytes: int, wished: int) -> BudgetError:
         described = [self._book.describe(node) for node in self._book.nodes()]
-        kept = sorted(
-            (node.nbytes, node.is_source, node.locks)
-            for node in described
-            if node.is_material and node.nbytes
-        )
+        found = [node for node in described if node.is_material and node.nbytes]
+        kept = sorted((node.nbytes, node.is_source, node.locks) for node in found)
         named = ", ".join(
             f"{exact_bytes(size)}, "
             f"{'in use now' if locks else 'an input, parameter, gradient or pinned'}"
             for size, _, locks in reversed(kept[-_NAMED:])
         )
         minimum = current + nbytes
-        outside = (
-            f", and {exact_bytes(self.outside_bytes)} outside the model"
-            if self.outside_bytes
-            else ""
-        )
-        tier = ""
+        outside = tier = ""
+        if self.outside_bytes:
+            outside = f", and {exact_bytes(self.outside_bytes)} outside the model"
         if self._store is not None:
             stored = exact_bytes(self._book.counters()["stored_bytes"])
             most = self._store.limit_bytes
@@ -414,16 +437,9 @@ class Recall:
         # References keep the storages alive, so that no number is given to another storage.
         held = [(node, storage) for node in nodes if (storage := book.storage(node)) is not None]
         for node, _ in held:
-            if not self._may_stay_away(node):
-                book.begin([node])
-                try:
-                    self._catch_up()
-                finally:
-                    book.abort()
+            if self._is_leaving or not book.describe(node).is_away:
+                self._bring_node(node, False)
             self._pin(node, may_move=not self._is_leaving)
-
-    def _may_stay_away(self, node: int) -> bool:
-        return not self._is_leaving and self._book.describe(node).is_away
 
     def _pin(self, node: int, *, may_move: bool = False) -> None:
         self._book.pin(node, may_move)

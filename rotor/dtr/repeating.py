@@ -8,7 +8,9 @@ generators. If a bit differs, or the test is not possible, its results are kept.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ from rotor.common.checksums import (
 from rotor.common.tensor_trees import result_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.dtr.operators import Operator
-from rotor.dtr.records import filled_memory
 from rotor.errors import RecomputationError
 
 _known: dict[Any, bool] = {}
@@ -115,8 +116,26 @@ def _leaves_unwritten(
     return key in _unwritten
 
 
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Fill what operators allocate: not a number, the largest integer, or true."""
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    is_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            settings.fill_uninitialized_memory = True
+            yield
+        finally:
+            settings.fill_uninitialized_memory = fills
+            torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+
+
 def _run_filled(call: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
-    with filled_memory():
+    with _filled_memory():
         return call(*args, **(kwargs or {}))
 
 
@@ -127,7 +146,7 @@ def _any_beyond(filled: torch.Tensor, plain: torch.Tensor) -> bool:
 
 
 def _is_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements that are what `filled_memory` fills memory with."""
+    """Return the elements that are what `_filled_memory` fills memory with."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.isnan()
     if tensor.dtype == torch.bool:
@@ -216,9 +235,8 @@ class Verifier:
         if int(checksum(_bytes_of(made))) == int(before):
             return
         index = record.outputs[place]
-        if index < 0 or _is_specified(record.operator, index):
-            raise self._error(record, place, result)
-        if not _leaves_unwritten(self._handler, record, index, storages):
+        is_whole = index < 0 or _is_specified(record.operator, index)
+        if is_whole or not _leaves_unwritten(self._handler, record, index, storages):
             raise self._error(record, place, result)
 
     def _error(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from rotor import _core
+from rotor._core import Needs
 from rotor._pytorch import core, devices, dispatch, profiler
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import result_tensors
 from rotor.dtr.operators import Operator, kernel_of
 from rotor.dtr.recall import LONGEST_CHAIN, Recall, Stats
-from rotor.dtr.records import Needs
 from rotor.dtr.repeating import known_repeats, repeats
 from rotor.dtr.signatures import guess, read_times, remember, run_measured, run_timed
 from rotor.dtr.storages import StorageRef
@@ -47,35 +48,25 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
     def stats(self) -> Stats:
         """Counts and times of the session."""
         read_times(self.device)
-        counters = self._book.counters()
+        counters, moves = self._book.counters(), {}
+        names = {field.name for field in fields(Stats)} & counters.keys()
+        if self._store is not None:
+            moved = self._store.traffic
+            moves = {
+                "writes": moved.writes,
+                "fetches": moved.reads,
+                "written_bytes": moved.written_bytes,
+                "fetched_bytes": moved.read_bytes,
+                "waited_ns": self._store.waited_ns,
+            }
         return Stats(
             budget_bytes=self.limit,
-            peak_bytes=counters["peak_bytes"],
-            held_peak_bytes=counters["held_peak_bytes"],
-            operations=counters["operations"],
-            evictions=counters["evictions"],
-            rematerializations=counters["rematerializations"],
             overflows=self._overflows,
-            thrashes=counters["thrashes"],
-            base_ns=counters["base_ns"],
-            remat_ns=counters["remat_ns"],
             search_ns=self._search_ns,
             cost_ns=self._cost_ns,
-            **self._moves(),
+            **{name: counters[name] for name in names},
+            **moves,
         )
-
-    def _moves(self) -> dict[str, int]:
-        store = self._store
-        if store is None:
-            return {}
-        moved = store.traffic
-        return {
-            "writes": moved.writes,
-            "fetches": moved.reads,
-            "written_bytes": moved.written_bytes,
-            "fetched_bytes": moved.read_bytes,
-            "waited_ns": store.waited_ns,
-        }
 
     def counters(self) -> dict[str, int]:
         """Return the figures of the book: bytes, nodes, records, times; for tests and reports."""
@@ -96,11 +87,8 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
     def _size(self, storage: torch.UntypedStorage) -> int:
         if storage.device != self.device:
             return 0
-        return (
-            storage.nbytes()
-            if self._is_cpu
-            else allocator.rounded_bytes(storage.nbytes(), self.device)
-        )
+        nbytes = storage.nbytes()
+        return nbytes if self._is_cpu else allocator.rounded_bytes(nbytes, self.device)
 
     def _adopt(self, storage: torch.UntypedStorage, is_foreign: bool) -> StorageRef:
         return self._handler.adopt(storage, self._size(storage), is_foreign)
@@ -122,12 +110,9 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
     def _see_parts(self, tensor: torch.Tensor) -> None:
         """Count the storages of a tensor that was just made."""
         for part in core.strided_parts(tensor):
-            self._see_fresh(part)
-
-    def _see_fresh(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if self._handler.reference(storage) is None:
-            self._adopt(storage, False)
+            storage = part.untyped_storage()
+            if self._handler.reference(storage) is None:
+                self._adopt(storage, False)
 
     # -- operators
 

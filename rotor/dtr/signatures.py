@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from rotor._core import Needs
 from rotor._pytorch import dispatch, profiler
 from rotor.common.tensor_trees import result_tensors
 from rotor.dtr.operators import Operator, on_meta
-from rotor.dtr.records import Needs
 from rotor.timing import Clock
 
 _MOST_KNOWN = 1 << 16

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from rotor._core import Needs
 from rotor._pytorch import core, dispatch
 from rotor.common.accounting import LOSS_GRADIENTS
 from rotor.dtr.context import running
-from rotor.dtr.records import Needs
 from rotor.dtr.runtime import Session
 from rotor.dtr.storages import StorageRef
 from rotor.meter.allocator import Segment

@@ -40,39 +40,26 @@ class Store(Protocol):
         """Return a new storage with the bytes of a copy."""
 
 
-class Bytes(Protocol):
-    """Method of taking a storage's bytes away, and of giving them back."""
-
-    copies: bool
-    """True if giving bytes back takes a second copy of them for a moment."""
-    views: bool
-    """True if view operators work on a storage without bytes."""
-
-    def take(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Take the bytes of a storage, which stays the same object for all its tensors.
-
-        They are free once the result is dropped.
-        """
-
-    def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
-        """Give a storage the bytes of another one, which is not used any more."""
-
-
 class Swapping:
     """Method that exchanges pointers, without copies: PyTorch 2.13."""
 
     copies = False
+    """True if giving bytes back takes a second copy of them for a moment."""
     views = True
+    """True if view operators work on a storage without bytes."""
 
     def take(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Leave a shell of the same size."""
+        """Take the bytes of a storage, which stays the same object; leave a shell of the same size.
+
+        They are free once the result is dropped.
+        """
         shell = pointers.empty_shell(storage.device, storage.nbytes())
         pointers.swap_bytes(storage, shell)
         pointers.forbid_access(storage)
         return shell
 
     def give(self, storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
-        """Exchange the shell for the bytes."""
+        """Give a storage the bytes of another one, which is not used any more."""
         pointers.swap_bytes(storage, source)
 
 
@@ -97,7 +84,7 @@ class Resizing:
         storage.copy_(source)
 
 
-def bytes_of(swap: bool | None) -> Bytes:
+def bytes_of(swap: bool | None) -> Swapping | Resizing:
     """Return the method of eviction: swapping where PyTorch can, unless `swap` decides."""
     if swap is None:
         swap = pointers.has_storage_swap()

@@ -10,7 +10,7 @@ from torch import nn
 
 from rotor.common.frames import warn_caller
 from rotor.errors import MemoryLimitWarning
-from rotor.integrations.limited import Limited
+from rotor.integrations.planned import Limited
 
 __all__ = ["RotorCallback"]
 

@@ -8,6 +8,7 @@ which calls `rotor.Checkpointable`; class, keys, attributes and methods stay.
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,10 +20,63 @@ from torch.autograd.function import Function
 from rotor.common.frames import fold, warn_caller
 from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["PlannedForward"]
+__all__ = ["Limited", "PlannedForward"]
 
 _SLOT = "_rotor_planned"
 _MANY_SHAPES = 8
+
+
+class Limited:
+    """Base of a callback: plans at most one module, and reports on it.
+
+    Parameters
+    ----------
+    mem_limit
+        Limit of `rotor.Checkpointable`.
+    options
+        Its other arguments.
+
+    Attributes
+    ----------
+    model
+        The `rotor.Checkpointable` that plans; ``None`` before it is made.
+    """
+
+    _begin = "train"
+    """Call that starts the training, for messages."""
+
+    def __init__(self, mem_limit: int | str | None, options: Mapping[str, Any]) -> None:
+        self.model: Checkpointable | None = None
+        self._planned: PlannedForward | None = None
+        self._settings = {"mem_limit": mem_limit, **options}
+
+    def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
+        """Return limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
+
+        Raises
+        ------
+        ValueError
+            No step was trained yet; also errors of `rotor.Checkpointable.report`.
+        """
+        if self.model is None:
+            raise ValueError(
+                f"no plan was made: give this callback to a Trainer, and {self._begin}"
+            )
+        return self.model.report(path, snapshot=snapshot)
+
+    def _plan(
+        self, module: nn.Module, has_loss: Callable[[Mapping[str, Any]], bool] | None
+    ) -> PlannedForward:
+        """Plan the forward of a module, and no other's; it is not installed yet."""
+        if self._planned is None or self.model is None or self.model.module is not module:
+            self._remove()
+            self._planned = PlannedForward(module, has_loss=has_loss, **self._settings)
+            self.model = self._planned.model
+        return self._planned
+
+    def _remove(self) -> None:
+        if self._planned is not None:
+            self._planned.remove()
 
 
 class PlannedForward:
@@ -154,44 +208,41 @@ def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _loss_alone(output: Any, *_: Any) -> Any:
-    """Return an output in which the loss alone has a gradient."""
+def _beside_loss(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return an output with all tensors but those of the loss changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        return (
+            tuple([changed(part) for part in value]) if isinstance(value, tuple | list) else value
+        )
+
     if isinstance(output, Mapping):
         made: Any = type(output)
-        return made(**{k: v if k == "loss" else _detached(v) for k, v in output.items()})
+        return made(**{k: v if k == "loss" else changed(v) for k, v in output.items()})
     if isinstance(output, tuple | list):
-        return (output[0], *[_detached(value) for value in output[1:]])
+        return (output[0], *[changed(value) for value in output[1:]])
     return output
 
 
+def _loss_alone(output: Any, *_: Any) -> Any:
+    """Return an output in which the loss alone has a gradient."""
+    return _beside_loss(output, torch.Tensor.detach)
+
+
 vars(_loss_alone)["returns_output"] = True
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, tuple | list):
-        return tuple([_detached(part) for part in value])
-    return value
 
 
 def _guarded(output: Any) -> Any:
     """Return the same output; a backward from anything in it but the loss is an error."""
     token = torch.empty(0, requires_grad=True)
 
-    def guarded(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value if value.requires_grad else _NoGradient.apply(value, token)
-        if isinstance(value, tuple | list):
-            return tuple([guarded(part) for part in value])
-        return value
+    def guarded(tensor: torch.Tensor) -> torch.Tensor:
+        is_free = tensor.is_floating_point() and not tensor.requires_grad
+        return _NoGradient.apply(tensor, token) if is_free else tensor
 
-    if isinstance(output, Mapping):
-        made: Any = type(output)
-        return made(**{k: v if k == "loss" else guarded(v) for k, v in output.items()})
-    if isinstance(output, tuple):
-        return (output[0], *[guarded(value) for value in output[1:]])
-    return output
+    return _beside_loss(output, guarded)
 
 
 class _NoGradient(Function):
