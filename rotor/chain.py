@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,36 @@ def _times(name: str, values: Iterable[Any], length: int) -> list[float]:
     return [float(value) for value in numbers]
 
 
-class Chain:
+class Saved:
+    """Object that can be written as JSON, and read again."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Any:
+        """Return the object that `to_dict` wrote."""
+        raise NotImplementedError
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return it as JSON text; also written to `path` when one is given."""
+        return write_json(self.to_dict(), path)
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Self:
+        """Return the object in JSON text, or in the file at a path.
+
+        Raises
+        ------
+        ValueError
+            Not JSON, another format or version, or a field missing, unknown or wrong.
+        """
+        found: Self = cls.from_dict(read_json(source))
+        return found
+
+
+class Chain(Saved):
     """Cost model of n stages and a loss, from which a schedule is computed.
 
     Parameters
@@ -238,21 +267,6 @@ class Chain:
             return cls(*positional, **fields)
         except TypeError as error:
             raise ValueError(f"malformed chain: {error}") from error
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the chain as JSON text; also written to `path` when one is given."""
-        return write_json(self.to_dict(), path)
-
-    @classmethod
-    def from_json(cls, source: str | os.PathLike[str]) -> Chain:
-        """Return a chain from JSON text, or from the file at a path.
-
-        Raises
-        ------
-        ValueError
-            Not JSON, another format or version, or a field missing or wrong.
-        """
-        return cls.from_dict(read_json(source))
 
 
 def _ns_array(seconds: Iterable[float]) -> npt.NDArray[np.int64]:

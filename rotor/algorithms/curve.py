@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rotor.chain import check_header, read_json, write_json
-from rotor.errors import InfeasibleError
+from rotor.chain import Saved, check_header
+from rotor.errors import InfeasibleError, missing
 from rotor.units import exact_bytes, format_bytes, parse_bytes
 
 FORMAT = "rotor.curve"
@@ -20,7 +19,7 @@ _STYLES = (":", "--", "-.")
 _FAR = 2
 
 
-class Curve:
+class Curve(Saved):
     """The best time for each budget: a falling step function of bytes.
 
     Between two points the time is that of the point on the left.
@@ -121,10 +120,7 @@ class Curve:
             try:
                 from matplotlib.figure import Figure
             except ImportError as error:
-                raise ImportError(
-                    "Curve.plot needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
-                    '`pip install ".[plot]"`'
-                ) from error
+                raise missing("Curve.plot needs matplotlib", "matplotlib", "plot") from error
             ax = Figure(layout="constrained").subplots()
         ax.step(self.bytes / 2**20, self.seconds * 1e3, where="post")
         ax.set_xlabel("memory limit (MiB)")
@@ -190,18 +186,3 @@ class Curve:
             return cls(fields["bytes"], fields["seconds"])
         except OverflowError as error:
             raise ValueError(f"malformed curve: {error}") from error
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the curve as JSON text; also written to `path` when one is given."""
-        return write_json(self.to_dict(), path)
-
-    @classmethod
-    def from_json(cls, source: str | os.PathLike[str]) -> Curve:
-        """Return a curve from JSON text, or from the file at a path.
-
-        Raises
-        ------
-        ValueError
-            Not JSON, another format or version, or a field missing or wrong.
-        """
-        return cls.from_dict(read_json(source))

@@ -13,7 +13,6 @@ An operation has a kind and a stage (Beaumont et al., hal-02352969, section 3.2)
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from rotor.chain import Chain, check_header, read_json, write_json
+from rotor.chain import Chain, Saved, check_header
 
 FORMAT = "rotor.sequence"
 VERSION = 1
@@ -151,7 +150,7 @@ class Timeline:
     live_bytes: npt.NDArray[np.int64]
 
 
-class Sequence:
+class Sequence(Saved):
     """A schedule: operations in order, priced on a chain by the simulator.
 
     Parameters
@@ -369,21 +368,6 @@ class Sequence:
             [_pair(item) for item in operations],
             None if chain is None else Chain.from_dict(chain),
         )
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the sequence as JSON text; also written to `path` when one is given."""
-        return write_json(self.to_dict(), path)
-
-    @classmethod
-    def from_json(cls, source: str | os.PathLike[str]) -> Sequence:
-        """Return a sequence from JSON text, or from the file at a path.
-
-        Raises
-        ------
-        ValueError
-            Not JSON, another format or version, or malformed operations.
-        """
-        return cls.from_dict(read_json(source))
 
 
 def _pair(item: Any) -> tuple[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotor import _core
-from rotor.chain import check_header, read_json, write_json
+from rotor.chain import Saved, check_header
 
 FORMAT = "rotor.graph"
 VERSION = 1
@@ -135,7 +135,7 @@ _Numbers = npt.NDArray[np.int64]
 _Structure = tuple[_Numbers, _Numbers, _Numbers, _Numbers, _Numbers, _Numbers]
 
 
-class Graph:
+class Graph(Saved):
     """Operations on storages, in an order in which every input is made before it is read.
 
     Each storage is made by one operation. Tensors that exist before and after the step (parameters,
@@ -354,24 +354,9 @@ class Graph:
         except TypeError as error:
             raise ValueError(f"malformed graph: {error}") from error
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the graph as JSON text; also written to `path` when one is given."""
-        return write_json(self.to_dict(), path)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the graph as JSON to a file."""
         self.to_json(path)
-
-    @classmethod
-    def from_json(cls, source: str | os.PathLike[str]) -> Graph:
-        """Return a graph from JSON text, or from the file at a path.
-
-        Raises
-        ------
-        ValueError
-            Not JSON, another format or version, a field missing or wrong.
-        """
-        return cls.from_dict(read_json(source))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Graph:

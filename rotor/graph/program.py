@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rotor.chain import check_header, read_json, write_json
+from rotor.chain import Saved, check_header
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 
@@ -37,7 +36,7 @@ class Timeline:
     peak_bytes: npt.NDArray[np.int64]
 
 
-class Program:
+class Program(Saved):
     """A program, checked and priced by the simulator.
 
     A storage is live from its making to the last use before it is made again; a pinned one stays
@@ -237,21 +236,6 @@ class Program:
         given = fields.get("link")
         link = None if given is None else Link.from_dict(given)
         return cls(Graph.from_dict(fields["graph"]), numbers, link)
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the program with its graph as JSON text; write it to `path` too if given."""
-        return write_json(self.to_dict(), path)
-
-    @classmethod
-    def from_json(cls, source: str | os.PathLike[str]) -> Program:
-        """Return a program from JSON text, or from the file at a path.
-
-        Raises
-        ------
-        ValueError
-            Not JSON, another format or version, a field missing or wrong.
-        """
-        return cls.from_dict(read_json(source))
 
 
 def uses_and_makings(graph: Graph, action: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,17 +9,14 @@ from typing import Any
 from torch import nn
 
 from rotor.common.frames import warn_caller
-from rotor.errors import MemoryLimitWarning
+from rotor.errors import MemoryLimitWarning, missing
 from rotor.integrations.planned import Limited
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise ImportError(
-        "rotor.integrations.transformers needs Transformers and Accelerate: "
-        "`pip install transformers accelerate`, or in a clone of rotor "
-        '`pip install ".[transformers]"`'
-    ) from error
+    need = "rotor.integrations.transformers needs Transformers and Accelerate"
+    raise missing(need, "transformers accelerate", "transformers") from error
 
 __all__ = ["RotorCallback"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rotor import _core
 from rotor.simrd.heuristics import HeuristicLike
 from rotor.simrd.results import Failure, LockedSet
-from rotor.simrd.settings import check_count, make_settings
+from rotor.simrd.settings import check_count, forwarded, make_settings
 from rotor.simrd.simulate import failure_of, locked_set
 from rotor.units import parse_bytes
 
@@ -200,50 +200,21 @@ class Interactive:
         """Storages that cannot be evicted now."""
         return locked_set(self._log, self._replay)
 
-    @property
-    def clock(self) -> int:
-        """The clock, ns; it begins at 1."""
-        return self._replay.clock
-
-    @property
-    def memory(self) -> int:
-        """Bytes in memory."""
-        return self._replay.memory
-
-    @property
-    def max_memory(self) -> int:
-        """The most bytes that were in memory."""
-        return self._replay.max_memory
-
-    @property
-    def model_compute(self) -> int:
-        """Time of the program's own executions, ns."""
-        return self._replay.model_compute_ns
-
-    @property
-    def remat_compute(self) -> int:
-        """Time of rematerializing executions, ns."""
-        return self._replay.remat_compute_ns
-
-    @property
-    def n_evict(self) -> int:
-        """Evictions, eager releases included."""
-        return self._replay.evictions
-
-    @property
-    def n_remat(self) -> int:
-        """Rematerializing executions."""
-        return self._replay.remats
-
-    @property
-    def n_model_ops(self) -> int:
-        """The program's own executions, constants included."""
-        return self._replay.model_executions
-
-    @property
-    def n_eval(self) -> int:
-        """Evaluations of the heuristic."""
-        return self._replay.evaluations
+    clock: int = forwarded("_replay.clock", "The clock, ns; it begins at 1.")
+    memory: int = forwarded("_replay.memory", "Bytes in memory.")
+    max_memory: int = forwarded("_replay.max_memory", "The most bytes that were in memory.")
+    model_compute: int = forwarded(
+        "_replay.model_compute_ns", "Time of the program's own executions, ns."
+    )
+    remat_compute: int = forwarded(
+        "_replay.remat_compute_ns", "Time of rematerializing executions, ns."
+    )
+    n_evict: int = forwarded("_replay.evictions", "Evictions, eager releases included.")
+    n_remat: int = forwarded("_replay.remats", "Rematerializing executions.")
+    n_model_ops: int = forwarded(
+        "_replay.model_executions", "The program's own executions, constants included."
+    )
+    n_eval: int = forwarded("_replay.evaluations", "Evaluations of the heuristic.")
 
     def _tensor(self, name: str) -> int:
         tensor = self._log.lookup(name)

@@ -25,7 +25,7 @@ from rotor import _core
 from rotor.common.progress import progress
 from rotor.errors import MalformedLogError
 from rotor.simrd.log_writer import LogWriter
-from rotor.simrd.settings import Baseline, compute_baseline
+from rotor.simrd.settings import Baseline, compute_baseline, forwarded
 
 __all__ = [
     "OUTPUT_CONDITIONS",
@@ -118,55 +118,27 @@ class Log:
         """The name of its file without ``.log`` and ``.gz``; "log" where it has none."""
         return self._name
 
-    @property
-    def cut_at_start(self) -> bool:
-        """True if START annotations dropped what came before them."""
-        return self._cut_at_start
-
-    @property
-    def output_condition(self) -> str:
-        """One of `OUTPUT_CONDITIONS`."""
-        return self._output_condition
-
-    @property
-    def core(self) -> _core.Log:
-        """Object that the core replays."""
-        return self._core
+    cut_at_start: bool = forwarded(
+        "_cut_at_start", "True if START annotations dropped what came before them."
+    )
+    output_condition: str = forwarded("_output_condition", "One of `OUTPUT_CONDITIONS`.")
+    core: _core.Log = forwarded("_core", "Object that the core replays.")
 
     @property
     def path(self) -> Path | None:
         """Path that it was read from; None for other sources."""
         return self._origin if isinstance(self._origin, Path) else None
 
-    @property
-    def line_count(self) -> int:
-        """Number of lines of the file, including empty ones and the ones before START."""
-        return self._core.line_count
-
-    @property
-    def command_count(self) -> int:
-        """Commands, the pins of the outputs included."""
-        return self._core.command_count
-
-    @property
-    def operation_count(self) -> int:
-        """Operations, constants included."""
-        return self._core.operation_count
-
-    @property
-    def tensor_count(self) -> int:
-        """Tensors, aliases included."""
-        return self._core.tensor_count
-
-    @property
-    def storage_count(self) -> int:
-        """Storages."""
-        return self._core.storage_count
-
-    @property
-    def start_count(self) -> int:
-        """START annotations."""
-        return self._core.start_count
+    line_count: int = forwarded(
+        "_core.line_count", "Number of lines, including empty ones and the ones before START."
+    )
+    command_count: int = forwarded(
+        "_core.command_count", "Commands, the pins of the outputs included."
+    )
+    operation_count: int = forwarded("_core.operation_count", "Operations, constants included.")
+    tensor_count: int = forwarded("_core.tensor_count", "Tensors, aliases included.")
+    storage_count: int = forwarded("_core.storage_count", "Storages.")
+    start_count: int = forwarded("_core.start_count", "START annotations.")
 
     @property
     def backward_command(self) -> int:
@@ -177,10 +149,9 @@ class Log:
         """
         return self._core.backward_command
 
-    @property
-    def ignored_releases(self) -> int:
-        """RELEASE of names that are not defined."""
-        return self._core.ignored_releases
+    ignored_releases: int = forwarded(
+        "_core.ignored_releases", "RELEASE of names that are not defined."
+    )
 
     @property
     def output_bytes(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rotor.chain import check_header, read_json, write_json, write_text
+from rotor.chain import Saved, check_header, write_text
 from rotor.units import format_bytes, format_seconds
 
 __all__ = [
@@ -149,7 +149,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Saved):
     """The answer of `rotor.simrd.simulate`.
 
     Attributes
@@ -344,21 +344,6 @@ class Result:
         if fields["failure"] is not None:
             fields["failure"] = _load_failure(fields["failure"])
         return cls(**fields)
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the result as JSON text; also written to `path` when one is given."""
-        return write_json(self.to_dict(), path)
-
-    @classmethod
-    def from_json(cls, source: str | os.PathLike[str]) -> Result:
-        """Return a result from JSON text, or from the file at a path.
-
-        Raises
-        ------
-        ValueError
-            Not JSON, another format or version, or a field missing or wrong.
-        """
-        return cls.from_dict(read_json(source))
 
 
 _FIELDS = [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ __all__ = [
     "check_count",
     "check_flag",
     "compute_baseline",
+    "forwarded",
     "make_settings",
 ]
 
@@ -93,6 +96,11 @@ class Settings:
             self.max_events,
             self.stop_at_execution,
         )
+
+
+def forwarded(path: str, text: str) -> Any:
+    """Return a property with a docstring that reads an attribute by its path, of the C core."""
+    return property(operator.attrgetter(path), doc=text)
 
 
 def check_count(value: object, name: str, lowest: int, largest: int = (1 << 62)) -> int:

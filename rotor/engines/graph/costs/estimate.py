@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -19,7 +18,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from rotor._pytorch import core, devices
-from rotor.chain import check_header, read_json, write_json
+from rotor.chain import Saved, check_header
 from rotor.common.accounting import rounded_bytes
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.lowering import Lowered, Task
@@ -57,7 +56,7 @@ _GATHERS = frozenset(
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Saved):
     """Speeds of a machine, for plans made elsewhere.
 
     Parameters
@@ -208,21 +207,6 @@ class Machine:
             return cls(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"malformed machine: {error}") from error
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the machine as JSON text; also write it to `path` if given."""
-        return write_json(self.to_dict(), path)
-
-    @classmethod
-    def from_json(cls, source: str | os.PathLike[str]) -> Self:
-        """Return a machine from JSON text, or from the file at a path.
-
-        Raises
-        ------
-        ValueError
-            Not JSON, another format or version, or a field missing, unknown or wrong.
-        """
-        return cls.from_dict(read_json(source))
 
 
 def _check_figure(name: str, value: Any, *, zero: bool = False) -> None:
