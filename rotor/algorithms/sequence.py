@@ -365,8 +365,7 @@ class Sequence(Saved):
             raise ValueError("a sequence needs the field 'operations', a list")
         chain = fields.get("chain")
         return cls(
-            [_pair(item) for item in operations],
-            None if chain is None else Chain.from_dict(chain),
+            [_pair(item) for item in operations], None if chain is None else Chain.from_dict(chain)
         )
 
 

@@ -25,9 +25,9 @@ _WIDTH = 256
 class _Skips(nn.Module):
     """Layers with residual connections, which are no chain."""
 
-    def __init__(self, depth: int, varies: bool = False) -> None:
+    def __init__(self, varies: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(6))
         self.norm, self.drop, self.varies = nn.LayerNorm(_WIDTH), nn.Dropout(0.1), varies
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -38,17 +38,15 @@ class _Skips(nn.Module):
         return value
 
 
-def _chain(depth: int) -> nn.Module:
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(depth)]
-    )
+def _chain() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(8)])
 
 
 _MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "chain": (lambda: _chain(8), {"engine": "chain"}),
-    "graph": (lambda: _Skips(6), {"engine": "graph"}),
-    "reserved": (lambda: _Skips(6), {"engine": "graph", "counts": "reserved"}),
-    "dynamic": (lambda: _Skips(6, varies=True), {"engine": "dynamic"}),
+    "chain": (_chain, {"engine": "chain"}),
+    "graph": (_Skips, {"engine": "graph"}),
+    "reserved": (_Skips, {"engine": "graph", "counts": "reserved"}),
+    "dynamic": (lambda: _Skips(varies=True), {"engine": "dynamic"}),
 }
 
 

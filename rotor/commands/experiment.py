@@ -90,11 +90,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], bool, dict[str, str]], ...] = (
             "--overhead-limit X": "stop beyond X times the time of the log (default: 2)",
         },
     ),
-    (
-        ("pareto", "ablation"),
-        True,
-        {"--trials N": "seeds of random heuristics (default: 10)"},
-    ),
+    (("pareto", "ablation"), True, {"--trials N": "seeds of random heuristics (default: 10)"}),
     (
         ("static",),
         False,
@@ -158,10 +154,7 @@ def _add_output(kind: Any, more: dict[str, str]) -> None:
         choices=("pdf", "png", "svg"),
         help="formats of figures (default: pdf if matplotlib is installed); none for no figures",
     )
-    again = {
-        "--resume": "read back finished parts (default)",
-        "--fresh": "run everything again",
-    }
+    again = {"--resume": "read back finished parts (default)", "--fresh": "run everything again"}
     add_options(kind.add_mutually_exclusive_group(), again)
 
 

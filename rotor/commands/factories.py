@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import devices
-from rotor.chain import Chain
+from rotor._pytorch import core, devices
 from rotor.commands.checks import check_types, parse_input
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import tree_tensors
@@ -276,13 +275,9 @@ def draw(given: Sequence[Input], device: torch.device, seed: int = 0) -> Any:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a sample with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: to_device(part, device) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(to_device(part, device) for part in value)
-    return value
+    leaves, spec = core.tree_flatten(value)
+    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return core.tree_unflatten(moved, spec)
 
 
 def check_forward(model: nn.Module, sample: Any, *, one: bool) -> Any:
@@ -328,11 +323,6 @@ def device_of(name: str | None) -> torch.device:
         raise ValueError(f"--device {error}") from None
 
 
-def seed(number: int) -> None:
-    """Seed the generators that parameters are drawn from."""
-    torch.manual_seed(number)
-
-
 def measured(
     model: nn.Module,
     sample: Any,
@@ -369,13 +359,11 @@ def measured(
     ValueError
         The model cannot be measured on the sample.
     """
-    options: dict[str, Any] = (
-        {"effort": effort} if effort and engine not in ("chain", "dynamic") else {}
-    )
+    if effort and engine not in ("chain", "dynamic"):
+        others = {"effort": effort, **others}
     if profile is not None:
-        options["profile"] = profile
-    options |= others
-    wrapper = wrapper_of(model, limit, engine, loss, **options)
+        others = {"profile": profile, **others}
+    wrapper = wrapper_of(model, limit, engine, loss, **others)
     if loss is None:
         wrapper.measure_sample(sample)
     else:
@@ -412,13 +400,7 @@ def profile_of(path: str, engine: str) -> Profile:
 def planned_peak(wrapper: Checkpointable) -> int | None:
     """Return the simulated peak of a step without recomputation; ``None``: no single graph."""
     try:
-        graph = cost_model(wrapper)
+        graph = wrapper.cost_model()
     except ValueError:
         return None
     return simulate(graph, range(len(graph))).peak_bytes if isinstance(graph, Graph) else None
-
-
-def cost_model(wrapper: Checkpointable) -> Chain | Graph:
-    """Return the measures of a wrapped model; ValueError: it has no single chain or graph."""
-    found: Chain | Graph = wrapper.cost_model()
-    return found

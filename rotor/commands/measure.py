@@ -8,6 +8,7 @@ from typing import Any
 from rotor.chain import Chain
 from rotor.commands import add_options, add_output, examples, give, tell
 from rotor.commands.model import PROFILE, Subject, add_model, wrapped
+from rotor.graph.graph import Graph
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
 
@@ -45,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.save is not None and subject.is_one:
         raise ValueError("--save is of operations, not of stages: give --engine graph too")
     subject.check()
-    from rotor.commands import factories, running
+    from rotor.commands import running
     from rotor.fit.steps import has_single_plan
     from rotor.meter.room import step_limit
 
@@ -62,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         data = {"measured": None, "step": {"bytes": nbytes, "seconds": seconds}}
         give(arguments, subject.described() | data, f"{text}, {format_seconds(seconds)}")
         return 0
-    found = factories.cost_model(model)
+    found: Chain | Graph = model.cost_model()
     if isinstance(found, Chain):
         text = chain_text(found)
     else:

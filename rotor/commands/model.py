@@ -178,6 +178,8 @@ class Subject:
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
+        import torch
+
         from rotor.commands import factories, running
 
         path = getattr(arguments, "profile", None)
@@ -188,7 +190,7 @@ class Subject:
         given = factories.inputs(arguments.input, arguments.dtype, arguments.high)
         self.name: str = arguments.factory
         self.device = factories.device_of(arguments.device)
-        factories.seed(arguments.seed)
+        torch.manual_seed(arguments.seed)
         made = factories.make(self.name, dict(parse_argument(text) for text in arguments.arg))
         sample = made.sample
         if given:

@@ -9,16 +9,7 @@ from typing import Any
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain, read_json
-from rotor.commands import (
-    FORMAT,
-    VERSION,
-    add_output,
-    add_pages,
-    check_pages,
-    examples,
-    give,
-    tell,
-)
+from rotor.commands import FORMAT, VERSION, add_output, add_pages, check_pages, examples, give, tell
 from rotor.commands.curve import CurveFacts, curve_text
 from rotor.commands.measure import chain_text, graph_text, stage_rows
 from rotor.graph import Graph, Program, render, summarise

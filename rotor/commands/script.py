@@ -29,7 +29,7 @@ from rotor.fit import batches
 from rotor.fit.advice import Advice, advise, device_of_call
 from rotor.integrations.planned import PlannedForward
 from rotor.meter.room import CARD, Room
-from rotor.meter.step_meter import StepBytes, StepMeter
+from rotor.meter.step_meter import StepMeter
 from rotor.units import format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.outermost import OutermostCalls, unwrapped
@@ -211,15 +211,12 @@ class _Watcher:
         self._modes = Modes(device_of_call(module, args, kwargs).type)
 
     def _metered(self, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
-        def done(step: StepBytes) -> None:
-            passed(step.peak_bytes)
-
         def passed(peak_bytes: int) -> None:
             self._needs = peak_bytes
 
         device = device_of_call(module, args, kwargs)
         existing = [p.grad for p in module.parameters() if p.grad is not None]
-        meter = StepMeter(device, done, existing, passed=passed)
+        meter = StepMeter(device, lambda step: passed(step.peak_bytes), existing, passed=passed)
         try:
             output = plain(module, *args, **kwargs)
         except BaseException:
@@ -272,7 +269,7 @@ class _Watcher:
 
     def _say(self, advice: Advice, room: Room | None = None) -> None:
         """Say what a limit costs: one of a step, or one of all bytes if a room is given."""
-        limit = advice.limit_bytes
+        limit, script = advice.limit_bytes, self._arguments.script
         plain = advice.plain_bytes if self._needs is None else self._needs
         needs = f"this step needs {format_bytes(plain)} above the model"
         name = self._name or "model"
@@ -297,12 +294,11 @@ class _Watcher:
             if not self._name:
                 kind = type(self._module).__name__
                 self._tell(f"(no variable was found that holds the {kind}: it is named model here)")
-            by_name = ["-m"] if self._arguments.is_module else []
-            words = [*by_name, self._arguments.script, *self._arguments.rest]
+            words = [*(["-m"] if self._arguments.is_module else []), script, *self._arguments.rest]
             self._tell(f"or run it so: rotor run --{flag} {value} {shlex.join(words)}")
         if self._arguments.json is not None:
             data = {
-                "script": self._arguments.script,
+                "script": script,
                 "needs_bytes": plain,
                 "limit_bytes": limit,
                 "minimum_bytes": advice.curve.minimum_bytes,
@@ -331,11 +327,8 @@ class _Watcher:
         plan = model.plan
         peak = None if plan is None else plan.measured_bytes
         if plan is not None and peak is not None:
-            tell(
-                self._arguments,
-                f"the metered step peaked at {format_bytes(peak)} of "
-                f"{format_bytes(plan.limit_bytes)}",
-            )
+            most = format_bytes(plan.limit_bytes)
+            tell(self._arguments, f"the metered step peaked at {format_bytes(peak)} of {most}")
         if self._others:
             names = ", ".join(sorted(self._others))
             self._tell(f"the limit was for {type(model.module).__name__} alone, not for {names}")

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rotor.commands import (
-    add_options,
-    add_output,
-    columns,
-    examples,
-    say,
-    write_command_json,
-)
+from rotor.commands import add_options, add_output, columns, examples, say, write_command_json
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.logs import Log, parse

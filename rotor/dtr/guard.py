@@ -127,11 +127,7 @@ def guarded(session: Session) -> Iterator[None]:
             yield
 
     try:
-        with (
-            dispatch.backwards_within(guard, joined),
-            pointers.dlpack_after(session.pin),
-            guard,
-        ):
+        with dispatch.backwards_within(guard, joined), pointers.dlpack_after(session.pin), guard:
             yield
     finally:
         guard.watched = {}  # Methods of the guard, which it would keep.

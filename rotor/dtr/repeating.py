@@ -175,10 +175,7 @@ class Verifier:
     """
 
     def __init__(
-        self,
-        book: _core.Recorder,
-        handler: _core.Handler,
-        differed: Callable[[set[str]], object],
+        self, book: _core.Recorder, handler: _core.Handler, differed: Callable[[set[str]], object]
     ) -> None:
         self._book = book
         self._handler = handler

@@ -232,10 +232,7 @@ def entries(outcomes: Iterable[Outcome]) -> dict[str, list[dict[str, Any]]]:
 
 
 def write(
-    config: Configuration,
-    environment: dict[str, Any],
-    outcomes: Sequence[Outcome],
-    output: Output,
+    config: Configuration, environment: dict[str, Any], outcomes: Sequence[Outcome], output: Output
 ) -> None:
     """Write the data, the summary and the figures of a configuration.
 

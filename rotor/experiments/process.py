@@ -156,10 +156,7 @@ def _attempt(
     environment: Mapping[str, str] | None,
 ) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    with (
-        tempfile.TemporaryFile() as stderr,
-        _process(worker, stderr, environment) as process,
-    ):
+    with tempfile.TemporaryFile() as stderr, _process(worker, stderr, environment) as process:
         lines = _lines(process)
         with contextlib.suppress(BrokenPipeError):
             assert process.stdin is not None

@@ -22,14 +22,7 @@ from typing import Any
 from rotor.errors import InfeasibleError
 from rotor.experiments.cells import Cell, run_cells
 from rotor.experiments.output import LogFile, Output, find_logs, open_log
-from rotor.experiments.sweeps import (
-    RATIOS,
-    baseline_of,
-    check_ratios,
-    panel,
-    simulation,
-    slowdown,
-)
+from rotor.experiments.sweeps import RATIOS, baseline_of, check_ratios, panel, simulation, slowdown
 from rotor.simrd import heuristics
 from rotor.simrd.checkmate import MOST_OPERATIONS, checkmate
 from rotor.simrd.program import Program

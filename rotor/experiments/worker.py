@@ -188,10 +188,7 @@ class _Runner:
         batch = training.make_batch(self.seed)
         self._synchronize()
         level = self._level(training)
-        figures = {
-            "input_mem": training.input_bytes / _MB,
-            "model_mem": training.model_bytes / _MB,
-        }
+        figures = {"input_mem": training.input_bytes / _MB, "model_mem": training.model_bytes / _MB}
         if not metered:
             return figures | self._step(training, batch, level, log)
         with allocator.meter(self.device) as meter:

@@ -14,12 +14,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import tree_tensors
-from rotor.common.undisturbed import (
-    copied_arguments,
-    gradients_aside,
-    trial,
-    values_kept,
-)
+from rotor.common.undisturbed import copied_arguments, gradients_aside, trial, values_kept
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.meter import allocator as memory
 

@@ -55,11 +55,7 @@ class RotorCallback(Limited, TrainerCallback):
     """
 
     def __init__(
-        self,
-        mem_limit: int | str | None = None,
-        *,
-        all_gradients: bool = False,
-        **options: Any,
+        self, mem_limit: int | str | None = None, *, all_gradients: bool = False, **options: Any
     ) -> None:
         super().__init__(mem_limit, options)
         self._all_gradients = all_gradients

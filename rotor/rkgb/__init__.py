@@ -20,14 +20,7 @@ from rotor.rkgb import backward as _backward
 from rotor.rkgb import forward as _forward
 from rotor.rkgb import simplified as _simplified
 from rotor.rkgb.backward import K_C_node, K_D_node, K_graph, build_k
-from rotor.rkgb.blocks import (
-    anonymous,
-    block_names,
-    block_of_k,
-    block_of_s,
-    classes,
-    cut,
-)
+from rotor.rkgb.blocks import anonymous, block_names, block_of_k, block_of_s, classes, cut
 from rotor.rkgb.figures import print_all_graphs, print_graph, print_graph_list
 from rotor.rkgb.forward import B_graph, B_node, D_graph, D_node, Var_info, build_b, build_d
 from rotor.rkgb.grouping import group

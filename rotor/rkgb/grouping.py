@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 import torch
 from torch import fx
@@ -199,10 +201,10 @@ class _Grouping:
         Groups that cannot run are left out.
         """
         order = {node: k for k, node in enumerate(self.trace.forward)}
-        before: dict[fx.Node, set[fx.Node]] = {root: set() for root in members}
+        sorter: TopologicalSorter[fx.Node] = TopologicalSorter()
         for root, nodes in members.items():
             read = {self.home.get(n) for node in nodes for n in node.all_input_nodes}
-            before[root] = {made for made in read if made is not None and made is not root}
+            sorter.add(root, *(made for made in read if made is not None and made is not root))
         fixed = [
             self.home[node]
             for node in self.trace.forward
@@ -210,20 +212,14 @@ class _Grouping:
         ]
         for first, second in itertools.pairwise([root for root in fixed if root is not None]):
             if first is not second:
-                before[second].add(first)
-        users: dict[fx.Node, list[fx.Node]] = {root: [] for root in members}
-        missing = {root: len(made) for root, made in before.items()}
-        for root, made in before.items():
-            for other in made:
-                users[other].append(root)
-        ready = [(order[root], root) for root, count in missing.items() if not count]
-        heapq.heapify(ready)
+                sorter.add(second, first)
+        with suppress(CycleError):
+            sorter.prepare()
+        ready: list[tuple[int, fx.Node]] = []
         found: list[fx.Node] = []
-        while ready:
-            _, root = heapq.heappop(ready)
-            found.append(root)
-            for user in users[root]:
-                missing[user] -= 1
-                if not missing[user]:
-                    heapq.heappush(ready, (order[user], user))
+        while sorter.is_active():
+            for root in sorter.get_ready():
+                heapq.heappush(ready, (order[root], root))
+            found.append(heapq.heappop(ready)[1])
+            sorter.done(found[-1])
         return found

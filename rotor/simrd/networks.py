@@ -254,11 +254,7 @@ class _Steps:
 
 
 def random_program(
-    commands: int,
-    *,
-    seed: int = 0,
-    pool: int = 64,
-    path: str | os.PathLike[str] | None = None,
+    commands: int, *, seed: int = 0, pool: int = 64, path: str | os.PathLike[str] | None = None
 ) -> Log:
     """Return training steps of a small random network, enough for a number of commands.
 

@@ -18,14 +18,7 @@ import numpy.typing as npt
 from rotor.chain import Saved, check_header, write_text
 from rotor.units import format_bytes, format_seconds
 
-__all__ = [
-    "EVENT_KINDS",
-    "Failure",
-    "LockedSet",
-    "LockedStorage",
-    "Result",
-    "results_to_csv",
-]
+__all__ = ["EVENT_KINDS", "Failure", "LockedSet", "LockedStorage", "Result", "results_to_csv"]
 
 FORMAT = "rotor.simulation"
 VERSION = 1

@@ -14,22 +14,8 @@ from rotor import _core
 from rotor.common.progress import progress as show_progress
 from rotor.simrd.heuristics import HeuristicLike
 from rotor.simrd.logs import Log, LogSource, parse
-from rotor.simrd.results import (
-    EVENT,
-    OPERATION,
-    STORAGE,
-    Failure,
-    LockedSet,
-    LockedStorage,
-    Result,
-)
-from rotor.simrd.settings import (
-    MAX_EVENTS,
-    Baseline,
-    Settings,
-    check_flag,
-    make_settings,
-)
+from rotor.simrd.results import EVENT, OPERATION, STORAGE, Failure, LockedSet, LockedStorage, Result
+from rotor.simrd.settings import MAX_EVENTS, Baseline, Settings, check_flag, make_settings
 from rotor.units import LARGEST_BYTES, parse_bytes
 
 __all__ = ["MAX_EVENTS", "Baseline", "Settings", "baseline", "simulate"]
