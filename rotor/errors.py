@@ -159,11 +159,3 @@ class FormerModules:
 def refuse_former_modules() -> None:
     """Ask for modules of earlier versions last, after all finders of Python."""
     sys.meta_path.append(FormerModules)
-
-
-def missing(need: str, packages: str, extra: str, instead: str = "") -> ImportError:
-    """Return the error to raise where packages of an extra are not installed."""
-    return ImportError(
-        f'{need}: `pip install {packages}`, or in a clone of rotor `pip install ".[{extra}]"`'
-        f"{instead}"
-    )

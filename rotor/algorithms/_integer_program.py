@@ -20,8 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rotor.errors import missing
-
 __all__ = ["Operations", "Solution", "solve"]
 
 
@@ -213,7 +211,10 @@ def solve(
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
     except ImportError as error:
-        raise missing("checkmate needs SciPy", "scipy", "ilp") from error
+        raise ImportError(
+            "checkmate needs SciPy: `pip install scipy`, or in a clone of rotor "
+            '`pip install ".[ilp]"`'
+        ) from error
     model = _Model(operations, budget)
     costs, integral, lower = np.zeros(model.count), np.ones(model.count), np.zeros(model.count)
     for (t, k), variable in model.run.items():

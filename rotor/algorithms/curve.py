@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotor.chain import Saved, check_header
-from rotor.errors import InfeasibleError, missing
+from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes, format_bytes, parse_bytes
 
 FORMAT = "rotor.curve"
@@ -120,7 +120,10 @@ class Curve(Saved):
             try:
                 from matplotlib.figure import Figure
             except ImportError as error:
-                raise missing("Curve.plot needs matplotlib", "matplotlib", "plot") from error
+                raise ImportError(
+                    "Curve.plot needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
+                    '`pip install ".[plot]"`'
+                ) from error
             ax = Figure(layout="constrained").subplots()
         ax.step(self.bytes / 2**20, self.seconds * 1e3, where="post")
         ax.set_xlabel("memory limit (MiB)")

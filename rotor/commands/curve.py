@@ -22,7 +22,7 @@ from rotor.commands.model import (
     within_total,
     wrapped,
 )
-from rotor.errors import InfeasibleError, missing
+from rotor.errors import InfeasibleError
 from rotor.report.curves import Point, write_curve
 from rotor.report.text import table
 from rotor.units import format_bytes, format_seconds
@@ -254,4 +254,7 @@ def check_plot(path: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise missing("--plot needs matplotlib", "matplotlib", "plot") from error
+        raise ImportError(
+            "--plot needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
+            '`pip install ".[plot]"`'
+        ) from error

@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _fit(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
-    from rotor.commands.running import likely_loss
+    from rotor.commands.factories import likely_loss
     from rotor.fit.search import largest_batch
 
     subject = Subject(arguments)

@@ -21,7 +21,7 @@ UNKNOWN = (
     "a loss as large in memory as a cross-entropy of the outputs: yours is unknown\n"
     "(--loss cross_entropy, mse, or FILE.py:FUNCTION)"
 )
-"""Noun phrase for `rotor.commands.running.likely_loss`."""
+"""Noun phrase for `rotor.commands.factories.likely_loss`."""
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
@@ -180,7 +180,7 @@ class Subject:
     def __init__(self, arguments: argparse.Namespace) -> None:
         import torch
 
-        from rotor.commands import factories, running
+        from rotor.commands import factories
 
         path = getattr(arguments, "profile", None)
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
@@ -206,7 +206,7 @@ class Subject:
         self.is_one = factories.takes_one(self.model, self.engine)
         self.output: Any = None
         self.loss_name: str | None = arguments.loss
-        self.loss = None if arguments.loss is None else running.loss_of(arguments.loss)
+        self.loss = None if arguments.loss is None else factories.loss_of(arguments.loss)
 
     def check(self) -> None:
         """Raise ValueError if the model does not run on its sample; not for other machines."""
@@ -218,7 +218,7 @@ class Subject:
 
     def knows_loss(self) -> bool:
         """Return whether the loss is given, or an output of the model."""
-        from rotor.commands.running import has_own_loss
+        from rotor.commands.factories import has_own_loss
 
         return self.loss is not None or has_own_loss(self.output)
 

@@ -88,7 +88,7 @@ class Output:
         self._write(Path("data", f"{self.name}{suffix}.csv"), buffer.getvalue())
 
     def rows(self, config: Any, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
-        """Write rows as JSON, after the settings in the data class `config`, and as CSV."""
+        """Write `rows` as JSON, after the settings in `config`, and their `columns` as CSV."""
         self.json(dataclasses.asdict(config), rows)
         self.csv(columns, [[row[name] for name in columns] for row in rows])
 

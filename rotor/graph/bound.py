@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rotor.errors import missing
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.units import parse_bytes
@@ -149,7 +148,10 @@ class _Moment:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError as error:
-            raise missing("offload_bound needs SciPy", "scipy", "ilp") from error
+            raise ImportError(
+                "offload_bound needs SciPy: `pip install scipy`, or in a clone of rotor "
+                '`pip install ".[ilp]"`'
+            ) from error
         data, columns, starts = _sparse(terms for terms, _ in self.rows)
         matrix = csr_array((data, columns, starts), shape=(len(self.rows), self.count))
         costs = np.zeros(self.count)

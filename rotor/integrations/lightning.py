@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rotor.common.frames import warn_caller
-from rotor.errors import MemoryLimitWarning, missing
+from rotor.errors import MemoryLimitWarning
 from rotor.integrations.planned import Limited
 
 __all__ = ["RotorCallback"]
@@ -26,7 +26,10 @@ def _callback() -> Any:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError:
             continue
-    raise missing("rotor.integrations.lightning needs Lightning", "lightning", "lightning")
+    raise ImportError(
+        "rotor.integrations.lightning needs Lightning: `pip install lightning`, or in a clone of "
+        'rotor `pip install ".[lightning]"`'
+    )
 
 
 if TYPE_CHECKING:

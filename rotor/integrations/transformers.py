@@ -9,14 +9,17 @@ from typing import Any
 from torch import nn
 
 from rotor.common.frames import warn_caller
-from rotor.errors import MemoryLimitWarning, missing
+from rotor.errors import MemoryLimitWarning
 from rotor.integrations.planned import Limited
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    need = "rotor.integrations.transformers needs Transformers and Accelerate"
-    raise missing(need, "transformers accelerate", "transformers") from error
+    raise ImportError(
+        "rotor.integrations.transformers needs Transformers and Accelerate: "
+        "`pip install transformers accelerate`, or in a clone of rotor "
+        '`pip install ".[transformers]"`'
+    ) from error
 
 __all__ = ["RotorCallback"]
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from rotor.errors import missing
-
 FORMATS = ("pdf", "png", "svg")
 """Formats of figures."""
 
@@ -48,8 +46,10 @@ def check_formats(formats: Iterable[str]) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        instead = "; or ask for no formats"
-        raise missing("figures need matplotlib", "matplotlib", "plot", instead) from error
+        raise ImportError(
+            "figures need matplotlib: `pip install matplotlib`, or in a clone of rotor "
+            '`pip install ".[plot]"`; or ask for no formats'
+        ) from error
 
 
 def styled(draw: Callable[P, list[Path]]) -> Callable[P, list[Path]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rotor.errors import missing
-
 _MIB = 2**20
 _MS = 1e3
 
@@ -23,7 +21,10 @@ def plot_timeline(plan: Any, ax: Any = None) -> Any:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise missing("plot_timeline needs matplotlib", "matplotlib", "plot") from error
+            raise ImportError(
+                "plot_timeline needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
+                '`pip install ".[plot]"`'
+            ) from error
         ax = Figure(layout="constrained").subplots()
     if predicted is not None:
         live = predicted.live_bytes / _MIB

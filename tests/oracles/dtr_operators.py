@@ -15,12 +15,12 @@ from unittest import mock
 
 import torch
 
-from rotor._core import Needs
 from rotor._pytorch import core, dispatch
 from rotor.common.tensor_trees import result_tensors
 from rotor.dtr import recall
 from rotor.dtr.operators import Operator, kernel_of
 from rotor.dtr.runtime import Session
+from rotor.dtr.signatures import Needs
 
 _MOST_INDEX_BYTES = 1 << 16
 
