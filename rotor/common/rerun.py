@@ -194,11 +194,15 @@ class Surroundings(NamedTuple):
 
 
 def _weakly(value: Any) -> Any:
+    # A parameter with a weak reference could not be swapped (torch.__future__).
+    if isinstance(value, nn.Parameter):
+        return id(value)
     return weakref.ref(value) if isinstance(value, torch.Tensor) else value
 
 
 def _is_still(before: Any, now: Any) -> bool:
-    return is_same(before() if isinstance(before, weakref.ref) else before, now)
+    known = before() if isinstance(before, weakref.ref) else before
+    return is_same(known, id(now) if isinstance(now, nn.Parameter) else now)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

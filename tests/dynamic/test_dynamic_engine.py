@@ -496,3 +496,18 @@ def test_operators_that_compile_their_functions_are_refused_in_words() -> None:
     model = rotor.Checkpointable(Chooses(8, 8), mem_limit="1 MB", engine="dynamic")
     with pytest.raises(RuntimeError, match=r"compiles its functions \(torch.cond"):
         model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("engine", ["chain", "dynamic"])
+def test_parameters_are_swapped_between_steps(engine: str, monkeypatch: Any) -> None:
+    get = torch.__future__.get_swap_module_params_on_conversion
+    monkeypatch.setattr(torch.__future__, get.__name__, lambda: True)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    net = copy.deepcopy(plain)
+    model = rotor.Checkpointable(net, mem_limit="1 MB", engine=engine)
+    for given in (plain, model):
+        given(torch.ones(2, 8)).sum().backward()
+        given.zero_grad()
+        given.double()
+        given(torch.ones(2, 8).double()).sum().backward()
+    assert same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
