@@ -13,7 +13,6 @@ static PyObject *as_dict(const rotor_blocks_figures_t *figures) {
         (long long)figures->retries, "refused", (long long)figures->refused);
 }
 
-// replay_blocks(events, expandable, capacity_bytes, levels, /) -> (figures, levels or None)
 PyDoc_STRVAR(replay_blocks_doc,
              "replay_blocks(events, expandable, capacity_bytes, levels, /)\n--\n\n"
              "Return the bytes that the caching allocator counts in a sequence of events.\n"
@@ -66,7 +65,6 @@ out:
     return answer;
 }
 
-// fit_piece(events, /) -> dict
 PyDoc_STRVAR(fit_piece_doc,
              "fit_piece(events, /)\n--\n\n"
              "Return the piece, taken before some events, with which they reserve least.\n"

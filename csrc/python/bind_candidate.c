@@ -24,11 +24,6 @@ enum candidate_field {
     CANDIDATE_CLASSES
 };
 
-static const enum candidate_field candidate_fields[] = {
-    CANDIDATE_STORAGE,   CANDIDATE_BYTES, CANDIDATE_COMPUTE, CANDIDATE_LAST_ACCESS, CANDIDATE_NOW,
-    CANDIDATE_STALENESS, CANDIDATE_AFTER, CANDIDATE_BEFORE,  CANDIDATE_CLASSES,
-};
-
 static PyObject *py_candidate_get(PyObject *object, void *closure) {
     py_candidate_t *self = (py_candidate_t *)object;
     rotor_eviction_t *engine = self->engine;
@@ -40,7 +35,7 @@ static PyObject *py_candidate_get(PyObject *object, void *closure) {
         return NULL;
     }
     const rotor_candidate_t *candidate = &engine->candidates[self->storage];
-    switch (*(const enum candidate_field *)closure) {
+    switch ((enum candidate_field)(uintptr_t)closure) {
     case CANDIDATE_STORAGE:
         value = self->storage;
         break;
@@ -79,7 +74,7 @@ static PyObject *py_candidate_get(PyObject *object, void *closure) {
 }
 
 #define CANDIDATE_GETTER(name, field, doc)                                                         \
-    {name, py_candidate_get, NULL, doc, (void *)&candidate_fields[field]}
+    {name, py_candidate_get, NULL, doc, (void *)(uintptr_t)field}
 
 static PyGetSetDef candidate_getset[] = {
     CANDIDATE_GETTER("storage", CANDIDATE_STORAGE, "Number of the storage in the log."),
@@ -106,13 +101,6 @@ static PyType_Slot candidate_slots[] = {
     {Py_tp_getset, candidate_getset},
     {Py_tp_doc, (void *)candidate_doc},
     {0, NULL},
-};
-
-static PyType_Spec candidate_spec = {
-    .name = "rotor._core.Candidate",
-    .basicsize = sizeof(py_candidate_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = candidate_slots,
 };
 
 /* Calling a Python heuristic. */
@@ -176,8 +164,6 @@ static PyObject *py_heuristics(PyObject *module, PyObject *unused) {
     PyObject *list = PyList_New(0);
     const rotor_heuristic_t *heuristic;
 
-    (void)module;
-    (void)unused;
     for (int64_t i = 0; list != NULL && (heuristic = rotor_heuristic(i)) != NULL; i++) {
         const char *need = heuristic->numerator == ROTOR_CLASSES     ? "classes"
                            : heuristic->numerator == ROTOR_REGIONS   ? "regions"
@@ -186,10 +172,7 @@ static PyObject *py_heuristics(PyObject *module, PyObject *unused) {
                                                                      : NULL;
         PyObject *entry = need == NULL ? Py_BuildValue("s()", heuristic->name)
                                        : Py_BuildValue("s(s)", heuristic->name, need);
-        if (entry == NULL || PyList_Append(list, entry) != 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(entry);
+        py_append(&list, entry);
     }
     return list;
 }
@@ -200,6 +183,8 @@ static PyMethodDef candidate_functions[] = {
 };
 
 int py_add_candidate(PyObject *module) {
-    int ret = py_add_type(module, &candidate_spec, &py_state(module)->candidate_type);
+    int ret = py_add_type(module, "rotor._core.Candidate", sizeof(py_candidate_t),
+                          Py_TPFLAGS_DISALLOW_INSTANTIATION, candidate_slots,
+                          &py_state(module)->candidate_type);
     return ret == 0 ? PyModule_AddFunctions(module, candidate_functions) : ret;
 }

@@ -73,10 +73,8 @@ out:
 }
 
 static void py_chain_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     rotor_chain_free(&((py_chain_t *)object)->chain);
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 PyDoc_STRVAR(simulate_doc,
@@ -119,12 +117,8 @@ static PyObject *py_chain_simulate(PyObject *object, PyTypeObject *cls, PyObject
         answer = Py_BuildValue("LLOO", (long long)result.time_ns, (long long)result.peak, peaks,
                                lives);
     } else if (result.failed_at >= 0) {
-        PyObject *error = PyObject_CallFunction(py_state(module)->invalid_sequence_error, "sL",
-                                                rotor_strerror(ret), (long long)result.failed_at);
-        if (error != NULL) {
-            PyErr_SetObject(py_state(module)->invalid_sequence_error, error);
-            Py_DECREF(error);
-        }
+        py_raise_number(py_state(module)->invalid_sequence_error,
+                        PyUnicode_FromString(rotor_strerror(ret)), result.failed_at);
     } else {
         py_raise_status(module, ret);
     }
@@ -136,7 +130,6 @@ out:
 }
 
 static PyObject *py_chain_ideal(PyObject *object, void *closure) {
-    (void)closure;
     return PyLong_FromLongLong(rotor_chain_ideal_ns(&((py_chain_t *)object)->chain));
 }
 
@@ -158,13 +151,7 @@ static PyType_Slot chain_slots[] = {
     {Py_tp_getset, chain_getset}, {Py_tp_doc, (void *)chain_doc},    {0, NULL},
 };
 
-static PyType_Spec chain_spec = {
-    .name = "rotor._core.Chain",
-    .basicsize = sizeof(py_chain_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = chain_slots,
-};
-
 int py_add_chain(PyObject *module) {
-    return py_add_type(module, &chain_spec, &py_state(module)->chain_type);
+    return py_add_type(module, "rotor._core.Chain", sizeof(py_chain_t), 0, chain_slots,
+                       &py_state(module)->chain_type);
 }

@@ -25,7 +25,6 @@ static int get_numbers(PyObject *tuple, int64_t *numbers) {
     return (int)count;
 }
 
-// checksum(address, item_bytes, sizes, strides, /) -> int
 PyDoc_STRVAR(checksum_doc,
              "checksum(address, item_bytes, sizes, strides, /)\n--\n\n"
              "Return a checksum of 64 bits, as a signed number, of a strided array in memory.\n"
@@ -72,7 +71,6 @@ static PyObject *py_same_bytes(PyObject *module, PyObject *const *args, Py_ssize
     Py_buffer b;
     bool same;
 
-    (void)module;
     if (nargs != 2) {
         return PyErr_Format(PyExc_TypeError, "same_bytes takes two buffers");
     }

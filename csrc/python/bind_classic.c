@@ -44,7 +44,6 @@ static PyObject *py_floating(PyObject *module, PyObject *args) {
     py_watch_t watch;
     rotor_floating_t table;
     rotor_sequence_t sequence;
-    PyObject *answer = NULL;
 
     if (!solve_floating(module, args, &a, &watch, &table)) {
         return NULL;
@@ -54,9 +53,7 @@ static PyObject *py_floating(PyObject *module, PyObject *args) {
     int ret = rotor_floating_sequence(&table, &sequence);
     rotor_floating_free(&table);
     py_watch_end(&watch);
-    answer = ret == ROTOR_OK ? py_ops_bytes(&sequence) : py_raise_status(module, ret);
-    rotor_sequence_free(&sequence);
-    return answer;
+    return py_schedule(module, ret, false, &sequence);
 }
 
 PyDoc_STRVAR(
@@ -68,7 +65,6 @@ static PyObject *py_floating_curve(PyObject *module, PyObject *args) {
     floating_args_t a;
     py_watch_t watch;
     rotor_floating_t table;
-    PyObject *answer = NULL;
     int64_t count = 0;
     int64_t *bytes = NULL;
     int64_t *ns = NULL;
@@ -83,11 +79,7 @@ static PyObject *py_floating_curve(PyObject *module, PyObject *args) {
     if (ret != ROTOR_OK) {
         return py_raise_status(module, ret);
     }
-    PyObject *first = py_int64_bytes(bytes, count);
-    PyObject *second = py_int64_bytes(ns, count);
-    answer = first == NULL || second == NULL ? NULL : PyTuple_Pack(2, first, second);
-    Py_XDECREF(first);
-    Py_XDECREF(second);
+    PyObject *answer = py_points(bytes, ns, count);
     rotor_free(bytes);
     rotor_free(ns);
     return answer;
@@ -111,9 +103,7 @@ static PyObject *py_revolve(PyObject *module, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     ret = rotor_revolve_schedule(stages, checkpoints, &sequence);
     Py_END_ALLOW_THREADS;
-    PyObject *answer = ret == ROTOR_OK ? py_ops_bytes(&sequence) : py_raise_status(module, ret);
-    rotor_sequence_free(&sequence);
-    return answer;
+    return py_schedule(module, ret, false, &sequence);
 }
 
 static void heterogeneous_release(void *table) {

@@ -191,7 +191,6 @@ PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\nGive up the operation that has b
 
 static PyObject *py_recorder_abort(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
-    (void)args;
     if (py_book_expect("abort", count, 0, names) != 0) {
         return NULL;
     }
@@ -330,16 +329,10 @@ static PyType_Slot recorder_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec recorder_spec = {
-    .name = "rotor._core.Recorder",
-    .basicsize = sizeof(py_recorder_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = recorder_slots,
-};
-
 int py_add_recorder(PyObject *module) {
     PyTypeObject **kept = &py_state(module)->recorder_type;
-    if (py_add_type(module, &recorder_spec, kept) != 0) {
+    if (py_add_type(module, "rotor._core.Recorder", sizeof(py_recorder_t),
+                    Py_TPFLAGS_HAVE_GC, recorder_slots, kept) != 0) {
         return -1;
     }
     PyTypeObject *type = *kept;

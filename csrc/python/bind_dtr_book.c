@@ -202,14 +202,9 @@ int py_book_complete(py_recorder_t *self, const py_completion_t *done) {
 }
 
 PyObject *py_book_node_list(const int32_t *nodes, int64_t count) {
-    PyObject *list = PyList_New((Py_ssize_t)count);
+    PyObject *list = PyList_New(0);
     for (int64_t k = 0; list != NULL && k < count; k++) {
-        PyObject *item = PyLong_FromLong(nodes[k]);
-        if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
-        }
+        py_append(&list, PyLong_FromLong(nodes[k]));
     }
     return list;
 }
@@ -251,20 +246,14 @@ void py_book_clear_gone(py_recorder_t *self) {
 
 static int forget(py_recorder_t *self, int64_t node) {
     int status = rotor_recorder_dead(&self->book, (int32_t)node);
-    if (py_book_settle(self) != 0) {
-        return -1;
-    }
-    if (status != ROTOR_OK) {
-        (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
+    if (py_book_settle(self) != 0 || py_check_status(self, status) != 0) {
         return -1;
     }
     py_book_let_go(self);
     if (self->observer == Py_None) {
         return 0;
     }
-    PyObject *heard = PyObject_CallMethod(self->observer, "released", "L", (long long)node);
-    Py_XDECREF(heard);
-    return heard == NULL ? -1 : 0;
+    return py_did(PyObject_CallMethod(self->observer, "released", "L", (long long)node));
 }
 
 int py_book_forget_gone(py_recorder_t *self) {

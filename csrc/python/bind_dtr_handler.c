@@ -128,13 +128,6 @@ static int see_sizes(py_handler_t *self) {
     return 0;
 }
 
-static int raise_status(py_handler_t *self, int status) {
-    if (status != ROTOR_OK) {
-        (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 /* Whatever happened to it, the operation that began has ended. Keeps the exception. */
 static void abort_operation(py_handler_t *self) {
     PyObject *type, *value, *traceback;
@@ -153,7 +146,7 @@ static void abort_operation(py_handler_t *self) {
 static int prepare(py_handler_t *self, py_run_t *run) {
     rotor_recorder_t *book = &self->recorder->book;
     int status = rotor_recorder_begin(book, self->nodes, self->node_count);
-    if (raise_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
+    if (py_check_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
         return -1;
     }
     if (book->pending_count > 0 && py_operator_catch_up(self, run->session) != 0) {
@@ -243,7 +236,7 @@ static int record_results(py_handler_t *self, py_run_t *run, py_made_t *made) {
             .record = record,
             .nodes = made->nodes,
         });
-    if (raise_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
+    if (py_check_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
         goto out;
     }
     for (int64_t k = 0; k < made->count; k++) {
@@ -397,7 +390,7 @@ static int drop_copies(py_handler_t *self, const py_run_t *run) {
             status = rotor_recorder_changed(book, (int32_t)input->ref->node);
         }
     }
-    return raise_status(self, status) == 0 && py_book_settle(self->recorder) == 0 ? 0 : -1;
+    return py_check_status(self, status) == 0 && py_book_settle(self->recorder) == 0 ? 0 : -1;
 }
 
 static PyObject *run_operator(py_handler_t *self, py_run_t *run) {

@@ -89,13 +89,6 @@ static PyType_Slot kernel_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec kernel_spec = {
-    .name = "rotor._core.Kernel",
-    .basicsize = sizeof(py_kernel_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = kernel_slots,
-};
-
 int py_add_kernel(PyObject *module) {
     static const struct {
         const char *name;
@@ -115,5 +108,6 @@ int py_add_kernel(PyObject *module) {
             return -1;
         }
     }
-    return py_add_type(module, &kernel_spec, &py_state(module)->kernel_type);
+    return py_add_type(module, "rotor._core.Kernel", sizeof(py_kernel_t), Py_TPFLAGS_HAVE_GC,
+                       kernel_slots, &py_state(module)->kernel_type);
 }

@@ -81,7 +81,6 @@ PyDoc_STRVAR(storage_doc, "storage($self, node, /)\n--\n\nReturn a node's storag
 static PyObject *py_recorder_storage(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     int32_t node;
-    (void)type;
     if (py_book_expect("storage", count, 1, names) != 0 ||
         py_book_read_node(self, args[0], &node) != 0) {
         return NULL;
@@ -154,7 +153,6 @@ PyDoc_STRVAR(evicted_doc, "evicted($self, /)\n--\n\nReturn the live nodes that a
 
 static PyObject *py_recorder_evicted(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
-    (void)args;
     if (py_book_expect("evicted", count, 0, names) != 0 || py_book_forget_gone(self) != 0) {
         return NULL;
     }
@@ -247,8 +245,6 @@ PyDoc_STRVAR(nodes_doc, "nodes($self, /)\n--\n\nReturn the numbers of all nodes.
 
 static PyObject *py_recorder_nodes(METHOD_ARGUMENTS) {
     rotor_recorder_t *book = &py_as_recorder(object)->book;
-    (void)args;
-    (void)type;
     if (py_book_expect("nodes", count, 0, names) != 0 ||
         py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
@@ -256,11 +252,7 @@ static PyObject *py_recorder_nodes(METHOD_ARGUMENTS) {
     PyObject *list = PyList_New(0);
     for (int64_t k = 0; list != NULL && k < book->node_count; k++) {
         if (book->nodes[k].state != 0) {
-            PyObject *item = PyLong_FromLongLong(k);
-            if (item == NULL || PyList_Append(list, item) != 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(item);
+            py_append(&list, PyLong_FromLongLong(k));
         }
     }
     return list;
@@ -271,8 +263,6 @@ PyDoc_STRVAR(counters_doc,
 
 static PyObject *py_recorder_counters(METHOD_ARGUMENTS) {
     const rotor_recorder_t *book = &py_as_recorder(object)->book;
-    (void)args;
-    (void)type;
     if (py_book_expect("counters", count, 0, names) != 0 ||
         py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
@@ -298,8 +288,6 @@ PyDoc_STRVAR(reset_doc, "reset($self, /)\n--\n\nBegin counts and times at zero a
 
 static PyObject *py_recorder_reset(METHOD_ARGUMENTS) {
     rotor_recorder_t *book = &py_as_recorder(object)->book;
-    (void)args;
-    (void)type;
     if (py_book_expect("reset", count, 0, names) != 0 ||
         py_book_forget_gone(py_as_recorder(object)) != 0) {
         return NULL;
@@ -313,7 +301,6 @@ PyDoc_STRVAR(limit_doc, "limit($self, budget, /)\n--\n\nSet the budget, bytes; -
 static PyObject *py_recorder_limit(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     int64_t budget;
-    (void)type;
     if (py_book_expect("limit", count, 1, names) != 0 ||
         py_book_read_int64(args[0], &budget) != 0) {
         return NULL;
@@ -331,7 +318,6 @@ PyDoc_STRVAR(
 static PyObject *py_recorder_consider(METHOD_ARGUMENTS) {
     int sample;
     int ignore_small;
-    (void)type;
     if (py_book_expect("consider", count, 2, names) != 0 ||
         (sample = PyObject_IsTrue(args[0])) < 0 || (ignore_small = PyObject_IsTrue(args[1])) < 0) {
         return NULL;

@@ -202,10 +202,7 @@ static PyObject *pairs_of(const py_made_t *made, bool are_written) {
         PyObject *pair = are_written
                              ? Py_BuildValue("ii", (int)made->origins[k], (int)made->nodes[k])
                              : Py_BuildValue("iL", (int)made->nodes[k], (long long)made->bytes[k]);
-        if (pair == NULL || PyList_Append(list, pair) != 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(pair);
+        py_append(&list, pair);
     }
     return list;
 }

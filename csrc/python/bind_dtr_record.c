@@ -294,48 +294,33 @@ static void py_record_dealloc(PyObject *object) {
 }
 
 static PyObject *py_record_operator(PyObject *object, void *closure) {
-    (void)closure;
     return Py_NewRef(((py_record_t *)object)->kernel->operator_);
 }
 
 static PyObject *numbers_of(const int32_t *numbers, int64_t count) {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (int64_t k = 0; tuple != NULL && k < count; k++) {
-        PyObject *number = PyLong_FromLong(numbers[k]);
-        if (number == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, (Py_ssize_t)k, number);
-        }
-    }
+    PyObject *list = py_book_node_list(numbers, count);
+    PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
+    Py_XDECREF(list);
     return tuple;
 }
 
 static PyObject *py_record_outputs(PyObject *object, void *closure) {
     const py_record_t *self = (py_record_t *)object;
-    (void)closure;
     return numbers_of(self->indices, self->output_count);
 }
 
 static PyObject *py_record_origins(PyObject *object, void *closure) {
     const py_record_t *self = (py_record_t *)object;
-    (void)closure;
     return numbers_of(self->origins, self->output_count);
 }
 
 static PyObject *py_record_inputs(PyObject *object, void *closure) {
     const py_record_t *self = (py_record_t *)object;
-    PyObject *list = PyList_New((Py_ssize_t)self->pattern->count);
-    (void)closure;
+    PyObject *list = PyList_New(0);
     for (int64_t k = 0; list != NULL && k < self->pattern->count; k++) {
         PyObject *const *layout = &self->pattern->layouts[k * LAYOUT_FIELDS];
-        PyObject *item = Py_BuildValue("iOO", (int)self->arguments[k].node,
-                                       layout[LAYOUT_SHAPE], layout[LAYOUT_DTYPE]);
-        if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
-        }
+        py_append(&list, Py_BuildValue("iOO", (int)self->arguments[k].node, layout[LAYOUT_SHAPE],
+                                       layout[LAYOUT_DTYPE]));
     }
     return list;
 }
@@ -369,14 +354,8 @@ static PyType_Slot record_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec record_spec = {
-    .name = "rotor._core.Record",
-    .basicsize = sizeof(py_record_t),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = record_slots,
-};
-
 int py_add_record(PyObject *module) {
-    return py_add_type(module, &record_spec, &py_state(module)->record_type);
+    return py_add_type(module, "rotor._core.Record", sizeof(py_record_t),
+                       Py_TPFLAGS_DISALLOW_INSTANTIATION, record_slots,
+                       &py_state(module)->record_type);
 }

@@ -9,7 +9,6 @@ PyDoc_STRVAR(next_doc,
 static PyObject *py_recorder_next(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     int32_t op = ROTOR_NEW_OPERATION;
-    (void)args;
     if (py_book_expect("next", count, 0, names) != 0) {
         return NULL;
     }
@@ -44,8 +43,6 @@ static PyObject *py_recorder_wanted(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     rotor_recorder_t *book = &self->book;
     int32_t op;
-    (void)args;
-    (void)type;
     if (py_book_expect("wanted", count, 0, names) != 0 || (op = replaying(self)) < 0 ||
         py_book_forget_gone(self) != 0) {
         return NULL;
@@ -65,10 +62,7 @@ static PyObject *py_recorder_wanted(METHOD_ARGUMENTS) {
         PyObject *storage = is_live ? py_book_storage_of(self, node) : Py_NewRef(Py_None);
         PyObject *item = Py_BuildValue("iiNN", (int)k, (int)node, storage,
                                        PyBool_FromLong(may_reuse));
-        if (item == NULL || PyList_Append(list, item) != 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
+        py_append(&list, item);
     }
     return list;
 }
@@ -80,8 +74,6 @@ PyDoc_STRVAR(replay_bytes_doc,
 static PyObject *py_recorder_replay_bytes(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     int32_t op;
-    (void)args;
-    (void)type;
     if (py_book_expect("replay_bytes", count, 0, names) != 0 || (op = replaying(self)) < 0) {
         return NULL;
     }

@@ -365,11 +365,7 @@ static int run_again(again_t *again) {
     }
     Py_CLEAR(again->results);
     int status = rotor_recorder_replayed(book, took);
-    if (status != ROTOR_OK) {
-        (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
-        return -1;
-    }
-    if (py_book_settle(self->recorder) != 0) {
+    if (py_check_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
         return -1;
     }
     py_book_let_go(self->recorder);
@@ -432,11 +428,7 @@ static int fetch_into(py_handler_t *self, PyObject *session, int32_t node, PyObj
         return -1;
     }
     int status = rotor_recorder_fetched(&recorder->book, py_handler_now(self) - start);
-    if (status != ROTOR_OK) {
-        (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
-        return -1;
-    }
-    return py_book_settle(recorder);
+    return py_check_status(self, status) == 0 ? py_book_settle(recorder) : -1;
 }
 
 /* Brings the awaited node back. Its storage may have died since the book heard of deaths. */
@@ -467,10 +459,7 @@ int py_operator_catch_up(py_handler_t *self, PyObject *session) {
             return -1;
         }
         int status = rotor_recorder_next(&recorder->book, &op);
-        if (py_book_settle(recorder) != 0 || status != ROTOR_OK) {
-            if (status != ROTOR_OK) {
-                (void)py_raise_status(PyType_GetModule(Py_TYPE(self)), status);
-            }
+        if (py_book_settle(recorder) != 0 || py_check_status(self, status) != 0) {
             return -1;
         }
         py_book_let_go(recorder);

@@ -28,15 +28,12 @@ void py_handler_unlock(py_handler_t *self) {
 }
 
 static PyObject *py_handler_enter(PyObject *object, PyObject *unused) {
-    (void)unused;
     py_handler_lock((py_handler_t *)object);
     Py_RETURN_NONE;
 }
 
 static PyObject *py_handler_exit(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_handler_t *self = (py_handler_t *)object;
-    (void)args;
-    (void)count;
     if (self->owner != PyThread_get_thread_ident()) {
         PyErr_SetString(PyExc_RuntimeError, "this thread has not entered the handler");
         return NULL;
@@ -51,7 +48,6 @@ PyDoc_STRVAR(signature_doc, "signature($self, kernel, args, kwargs, /)\n--\n\n"
 
 static PyObject *py_handler_signature(METHOD_ARGUMENTS) {
     py_handler_t *self = (py_handler_t *)object;
-    (void)type;
     if (py_book_expect("signature", count, 3, names) != 0) {
         return NULL;
     }
@@ -76,7 +72,6 @@ PyDoc_STRVAR(catch_up_doc, "catch_up($self, session, /)\n--\n\n"
                            "Run again what the operation that has begun needs.");
 
 static PyObject *py_handler_catch_up(METHOD_ARGUMENTS) {
-    (void)type;
     if (py_book_expect("catch_up", count, 1, names) != 0 ||
         py_operator_catch_up((py_handler_t *)object, args[0]) != 0) {
         return NULL;
@@ -92,7 +87,6 @@ PyDoc_STRVAR(rerun_doc, "rerun($self, record, storages, around, /)\n--\n\n"
 static PyObject *py_handler_rerun(METHOD_ARGUMENTS) {
     py_handler_t *self = (py_handler_t *)object;
     int64_t took;
-    (void)type;
     if (py_book_expect("rerun", count, 3, names) != 0) {
         return NULL;
     }
@@ -127,7 +121,6 @@ PyDoc_STRVAR(reference_doc, "reference($self, storage, /)\n--\n\n"
                             "Return the reference to a storage, or None.");
 
 static PyObject *py_handler_reference(METHOD_ARGUMENTS) {
-    (void)type;
     if (py_book_expect("reference", count, 1, names) != 0) {
         return NULL;
     }
@@ -141,7 +134,6 @@ PyDoc_STRVAR(track_doc, "track($self, storage, /)\n--\n\n"
 
 static PyObject *py_handler_track(METHOD_ARGUMENTS) {
     bool is_new;
-    (void)type;
     if (py_book_expect("track", count, 1, names) != 0) {
         return NULL;
     }
@@ -152,8 +144,6 @@ PyDoc_STRVAR(references_doc, "references($self, /)\n--\n\nReturn all references 
 
 static PyObject *py_handler_references(METHOD_ARGUMENTS) {
     const py_ref_table_t *table = &((py_handler_t *)object)->table;
-    (void)type;
-    (void)args;
     if (py_book_expect("references", count, 0, names) != 0) {
         return NULL;
     }
@@ -182,8 +172,6 @@ PyDoc_STRVAR(held_doc, "held($self, /)\n--\n\n"
 
 static PyObject *py_handler_held(METHOD_ARGUMENTS) {
     py_handler_t *self = (py_handler_t *)object;
-    (void)type;
-    (void)args;
     if (py_book_expect("held", count, 0, names) != 0) {
         return NULL;
     }
@@ -207,8 +195,6 @@ static PyObject *py_handler_held(METHOD_ARGUMENTS) {
 PyDoc_STRVAR(forget_doc, "forget($self, /)\n--\n\nForget all references to storages.");
 
 static PyObject *py_handler_forget(METHOD_ARGUMENTS) {
-    (void)type;
-    (void)args;
     if (py_book_expect("forget", count, 0, names) != 0) {
         return NULL;
     }
@@ -222,7 +208,6 @@ PyDoc_STRVAR(adopt_doc, "adopt($self, storage, nbytes, is_foreign, /)\n--\n\n"
 static PyObject *py_handler_add(METHOD_ARGUMENTS) {
     py_handler_t *self = (py_handler_t *)object;
     int64_t bytes;
-    (void)type;
     if (py_book_expect("adopt", count, 3, names) != 0 ||
         py_book_read_int64(args[1], &bytes) != 0 || py_book_forget_gone(self->recorder) != 0) {
         return NULL;
@@ -232,13 +217,11 @@ static PyObject *py_handler_add(METHOD_ARGUMENTS) {
 }
 
 static PyObject *py_handler_observer(PyObject *object, void *closure) {
-    (void)closure;
     return Py_NewRef(((py_handler_t *)object)->recorder->observer);
 }
 
 static int py_handler_observe(PyObject *object, PyObject *value, void *closure) {
     py_recorder_t *recorder = ((py_handler_t *)object)->recorder;
-    (void)closure;
     if (py_book_forget_gone(recorder) != 0) {
         return -1;
     }
@@ -439,7 +422,6 @@ static int py_handler_clear(PyObject *object) {
 
 static void py_handler_dealloc(PyObject *object) {
     py_handler_t *self = (py_handler_t *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)py_handler_clear(object);
     py_operator_clear(self);
@@ -470,8 +452,7 @@ static void py_handler_dealloc(PyObject *object) {
     rotor_free(self->inputs);
     rotor_free(self->nodes);
     rotor_free(self->marks);
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 bool py_is_handler(PyObject *object) { return Py_TYPE(object)->tp_dealloc == py_handler_dealloc; }
@@ -494,13 +475,7 @@ static PyType_Slot handler_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec handler_spec = {
-    .name = "rotor._core.Handler",
-    .basicsize = sizeof(py_handler_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = handler_slots,
-};
-
 int py_add_handler(PyObject *module) {
-    return py_add_type(module, &handler_spec, NULL);
+    return py_add_type(module, "rotor._core.Handler", sizeof(py_handler_t), Py_TPFLAGS_HAVE_GC,
+                       handler_slots, NULL);
 }

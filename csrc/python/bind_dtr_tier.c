@@ -9,8 +9,6 @@ PyDoc_STRVAR(set_tier_doc,
 static PyObject *py_recorder_set_tier(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
     rotor_link_t link;
-    long long latency, host, least, padding;
-    int duplex;
     if (py_book_expect("set_tier", count, 2, names) != 0) {
         return NULL;
     }
@@ -22,16 +20,10 @@ static PyObject *py_recorder_set_tier(METHOD_ARGUMENTS) {
         PyErr_SetString(PyExc_TypeError, "set_tier() takes a tuple, and a weight of 0 at least");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args[0], "ddLpLLL:link", &link.write_bytes_per_s,
-                          &link.read_bytes_per_s, &latency, &duplex, &host, &least, &padding)) {
+    int status = py_read_link(args[0], &link);
+    if (PyErr_Occurred()) {
         return NULL;
     }
-    link.latency_ns = latency;
-    link.duplex = duplex != 0;
-    link.host_bytes = host == -1 ? INT64_MAX : host;
-    link.least_bytes = least;
-    link.padding_bytes = padding;
-    int status = rotor_link_check(&link);
     if (status == ROTOR_OK) {
         rotor_eviction_set_tier(&self->book.eviction, &link, weight);
     }
@@ -60,7 +52,6 @@ PyDoc_STRVAR(forget_copies_doc, "forget_copies($self, /)\n--\n\n"
 
 static PyObject *py_recorder_forget_copies(METHOD_ARGUMENTS) {
     py_recorder_t *self = py_as_recorder(object);
-    (void)args;
     if (py_book_expect("forget_copies", count, 0, names) != 0) {
         return NULL;
     }

@@ -19,16 +19,11 @@ PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone) {
 }
 
 static PyObject *py_ref_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)args;
-    (void)kwargs;
     return PyErr_Format(PyExc_TypeError, "cannot create '%s' instances: a Handler makes them",
                         type->tp_name);
 }
 
 static int py_ref_init(PyObject *object, PyObject *args, PyObject *kwargs) {
-    (void)object;
-    (void)args;
-    (void)kwargs;
     return 0;
 }
 
@@ -51,7 +46,6 @@ static PyMemberDef ref_members[] = {
 };
 
 static PyObject *py_ref_key(PyObject *object, void *closure) {
-    (void)closure;
     return PyLong_FromVoidPtr((void *)(uintptr_t)((py_ref_t *)object)->storage);
 }
 
@@ -116,10 +110,8 @@ void py_pattern_release(py_pattern_t *pattern) {
 }
 
 static void py_needs_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     py_pattern_release(((py_needs_t *)object)->pattern);
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 static PyMemberDef needs_members[] = {
@@ -143,16 +135,10 @@ static PyType_Slot needs_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec needs_spec = {
-    .name = "rotor._core.Needs",
-    .basicsize = sizeof(py_needs_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = needs_slots,
-};
-
 int py_add_dtr_types(PyObject *module) {
     py_state_t *state = py_state(module);
-    if (py_add_type(module, &needs_spec, &state->needs_type) != 0) {
+    if (py_add_type(module, "rotor._core.Needs", sizeof(py_needs_t), 0, needs_slots,
+                    &state->needs_type) != 0) {
         return -1;
     }
     PyObject *bases = PyTuple_Pack(1, (PyObject *)&_PyWeakref_RefType);

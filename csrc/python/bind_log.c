@@ -3,16 +3,9 @@
 #include <string.h>
 
 static PyObject *raise_malformed(PyObject *module, const rotor_log_error_t *error) {
-    PyObject *type = py_state(module)->malformed_log_error;
-    PyObject *raised = PyObject_CallFunction(
-        type, "NL",
-        PyUnicode_DecodeUTF8(error->message, (Py_ssize_t)strlen(error->message), "replace"),
-        (long long)error->line);
-    if (raised != NULL) {
-        PyErr_SetObject(type, raised);
-        Py_DECREF(raised);
-    }
-    return NULL;
+    PyObject *message =
+        PyUnicode_DecodeUTF8(error->message, (Py_ssize_t)strlen(error->message), "replace");
+    return py_raise_number(py_state(module)->malformed_log_error, message, error->line);
 }
 
 static rotor_log_t *log_of(PyObject *object) { return &((py_log_t *)object)->log; }
@@ -39,10 +32,8 @@ static PyObject *py_log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static void py_log_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     rotor_log_free(log_of(object));
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 /* True if no thread changes the log now. */
@@ -63,7 +54,6 @@ static bool may_change(PyObject *object) {
     return may_read(object);
 }
 
-// Log.feed(data, progress=None) -> None
 PyDoc_STRVAR(log_feed_doc, "feed(data, progress=None, /)\n--\n\n"
                            "Read the next piece of a log, of any length.\n"
                            "\n"
@@ -106,7 +96,6 @@ static PyObject *py_log_feed(PyObject *object, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-// Log.finish(condition) -> None
 PyDoc_STRVAR(log_finish_doc, "finish(condition, /)\n--\n\n"
                              "End the log: 0 pins what is referenced, 1 sums its bytes up, 2\n"
                              "leaves it.");
@@ -131,7 +120,6 @@ static PyObject *py_log_finish(PyObject *object, PyObject *argument) {
     Py_RETURN_NONE;
 }
 
-// Log.lookup(name) -> int
 PyDoc_STRVAR(log_lookup_doc, "lookup(name, /)\n--\n\n"
                              "Return the tensor that a name is bound to now, or -1.");
 
@@ -163,7 +151,6 @@ static bool get_index(PyObject *object, PyObject *argument, const char *what,
     return true;
 }
 
-// Log.references(tensor) -> int
 PyDoc_STRVAR(log_references_doc, "references(tensor, /)\n--\n\n"
                                  "Return the references that a tensor holds from names by now.");
 
@@ -180,7 +167,6 @@ static PyObject *name_at(const rotor_graph_t *graph, int32_t at) {
     return PyUnicode_DecodeUTF8(name, (Py_ssize_t)strlen(name), "replace");
 }
 
-// Log.operation_name(operation) -> str
 PyDoc_STRVAR(log_operation_name_doc, "operation_name(operation, /)\n--\n\n"
                                      "Return the name of an operation; \"constant\" of constants.");
 
@@ -193,7 +179,6 @@ static PyObject *py_log_operation_name(PyObject *object, PyObject *argument) {
     return name_at(graph, graph->operations[index].name);
 }
 
-// Log.tensor_name(tensor) -> str
 PyDoc_STRVAR(log_tensor_name_doc, "tensor_name(tensor, /)\n--\n\n"
                                   "Return the name under which a tensor was made.");
 
@@ -223,7 +208,6 @@ static PyObject *make_columns(int width, int64_t count, int64_t *columns[MOST_CO
     return answer;
 }
 
-// Log.operations() -> tuple of int64 arrays
 PyDoc_STRVAR(log_operations_doc,
              "operations()\n--\n\n"
              "Return columns of int64: cost_ns, bytes, first_input, input_count,\n"
@@ -234,7 +218,6 @@ static PyObject *py_log_operations(PyObject *object, PyObject *unused) {
     int64_t *columns[MOST_COLUMNS];
     PyObject *answer = NULL;
 
-    (void)unused;
     if (may_read(object)) {
         answer = make_columns(6, graph->operation_count, columns);
     }
@@ -250,7 +233,6 @@ static PyObject *py_log_operations(PyObject *object, PyObject *unused) {
     return answer;
 }
 
-// Log.inputs() -> int64 array
 PyDoc_STRVAR(log_inputs_doc,
              "inputs()\n--\n\n"
              "Return the tensors that operations read, as int64; see `operations`.");
@@ -259,7 +241,6 @@ static PyObject *py_log_inputs(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
     PyObject *answer = NULL;
 
-    (void)unused;
     if (may_read(object)) {
         answer = py_int64_bytes(NULL, graph->input_count);
     }
@@ -272,7 +253,6 @@ static PyObject *py_log_inputs(PyObject *object, PyObject *unused) {
     return answer;
 }
 
-// Log.tensors() -> tuple of int64 arrays
 PyDoc_STRVAR(log_tensors_doc, "tensors()\n--\n\n"
                               "Return columns of int64: storage, operation, is_alias.");
 
@@ -281,7 +261,6 @@ static PyObject *py_log_tensors(PyObject *object, PyObject *unused) {
     int64_t *columns[MOST_COLUMNS];
     PyObject *answer = NULL;
 
-    (void)unused;
     if (may_read(object)) {
         answer = make_columns(3, graph->tensor_count, columns);
     }
@@ -293,7 +272,6 @@ static PyObject *py_log_tensors(PyObject *object, PyObject *unused) {
     return answer;
 }
 
-// Log.storages() -> tuple of int64 arrays
 PyDoc_STRVAR(log_storages_doc, "storages()\n--\n\n"
                                "Return columns of int64: bytes, root.");
 
@@ -302,7 +280,6 @@ static PyObject *py_log_storages(PyObject *object, PyObject *unused) {
     int64_t *columns[MOST_COLUMNS];
     PyObject *answer = NULL;
 
-    (void)unused;
     if (may_read(object)) {
         answer = make_columns(2, graph->storage_count, columns);
     }
@@ -313,7 +290,6 @@ static PyObject *py_log_storages(PyObject *object, PyObject *unused) {
     return answer;
 }
 
-// Log.commands() -> int64 array
 PyDoc_STRVAR(log_commands_doc,
              "commands()\n--\n\n"
              "Return pairs of int64: kind (0 compute, 1 get, 2 pin, 3 release), and the\n"
@@ -323,7 +299,6 @@ static PyObject *py_log_commands(PyObject *object, PyObject *unused) {
     const rotor_log_t *log = log_of(object);
     PyObject *answer = NULL;
 
-    (void)unused;
     if (may_read(object)) {
         answer = py_int64_bytes(NULL, 2 * log->command_count);
     }
@@ -348,12 +323,10 @@ static PyObject *py_log_count(PyObject *object, void *closure) {
 }
 
 static PyObject *py_log_is_finished(PyObject *object, void *closure) {
-    (void)closure;
     return may_read(object) ? PyBool_FromLong(log_of(object)->is_finished) : NULL;
 }
 
 static PyObject *py_log_footprint(PyObject *object, void *closure) {
-    (void)closure;
     return may_read(object) ? PyLong_FromLongLong(rotor_log_footprint(log_of(object))) : NULL;
 }
 
@@ -397,13 +370,7 @@ static PyType_Slot log_slots[] = {
     {Py_tp_getset, log_getset}, {Py_tp_doc, (void *)log_doc},    {0, NULL},
 };
 
-static PyType_Spec log_spec = {
-    .name = "rotor._core.Log",
-    .basicsize = sizeof(py_log_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = log_slots,
-};
-
 int py_add_log(PyObject *module) {
-    return py_add_type(module, &log_spec, &py_state(module)->log_type);
+    return py_add_type(module, "rotor._core.Log", sizeof(py_log_t), 0, log_slots,
+                       &py_state(module)->log_type);
 }

@@ -23,10 +23,8 @@ static PyObject *py_writer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 }
 
 static void py_writer_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     rotor_log_writer_free(writer_of(object));
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 static PyObject *written(PyObject *object, int status) {
@@ -86,7 +84,6 @@ static rotor_name_t *get_names(PyObject *object, const char *what, PyObject **tu
     return names;
 }
 
-// LogWriter.call(name, args, results, time_ns) -> None
 PyDoc_STRVAR(writer_call_doc, "call(name, args, results, time_ns, /)\n--\n\n"
                               "Write CALL; memory and alias of every result have to follow.");
 
@@ -119,7 +116,6 @@ out:
     return answer;
 }
 
-// LogWriter.mutate(name, args, mutated, time_ns) -> None
 PyDoc_STRVAR(writer_mutate_doc, "mutate(name, args, mutated, time_ns, /)\n--\n\n"
                                 "Write MUTATE; `mutated` are indices of `args`.");
 
@@ -171,7 +167,6 @@ static PyObject *write_name(PyObject *object, PyObject *argument, const char *wh
                                            : NULL;
 }
 
-// LogWriter.constant(name) -> None
 PyDoc_STRVAR(writer_constant_doc, "constant(name, /)\n--\n\n"
                                   "Write CONSTANT; its memory has to follow.");
 
@@ -179,21 +174,18 @@ static PyObject *py_writer_constant(PyObject *object, PyObject *argument) {
     return write_name(object, argument, "name", rotor_log_write_constant);
 }
 
-// LogWriter.release(name) -> None
 PyDoc_STRVAR(writer_release_doc, "release(name, /)\n--\n\nWrite RELEASE.");
 
 static PyObject *py_writer_release(PyObject *object, PyObject *argument) {
     return write_name(object, argument, "name", rotor_log_write_release);
 }
 
-// LogWriter.pin(name) -> None
 PyDoc_STRVAR(writer_pin_doc, "pin(name, /)\n--\n\nWrite PIN.");
 
 static PyObject *py_writer_pin(PyObject *object, PyObject *argument) {
     return write_name(object, argument, "name", rotor_log_write_pin);
 }
 
-// LogWriter.annotate(text) -> None
 PyDoc_STRVAR(writer_annotate_doc, "annotate(text, /)\n--\n\n"
                                   "Write ANNOTATE, such as START or BACKWARD.");
 
@@ -213,7 +205,6 @@ static PyObject *write_number(PyObject *object, PyObject *const *args, Py_ssize_
     return written(object, write(writer_of(object), name, number));
 }
 
-// LogWriter.memory(name, bytes) -> None
 PyDoc_STRVAR(writer_memory_doc, "memory(name, bytes, /)\n--\n\nWrite MEMORY.");
 
 static PyObject *py_writer_memory(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
@@ -221,7 +212,6 @@ static PyObject *py_writer_memory(PyObject *object, PyObject *const *args, Py_ss
                         rotor_log_write_memory);
 }
 
-// LogWriter.alias(name, alias) -> None
 PyDoc_STRVAR(writer_alias_doc, "alias(name, alias, /)\n--\n\n"
                                "Write ALIAS: -1, or an index of the arguments of the call.");
 
@@ -240,7 +230,6 @@ static PyObject *write_copy(PyObject *object, PyObject *const *args, Py_ssize_t 
     return written(object, rotor_log_write_copy(writer_of(object), destination, source, rebinds));
 }
 
-// LogWriter.copy(dst, src) -> None
 PyDoc_STRVAR(writer_copy_doc, "copy(dst, src, /)\n--\n\n"
                               "Write COPY: `dst` is a name more for the tensor of `src`.");
 
@@ -248,7 +237,6 @@ static PyObject *py_writer_copy(PyObject *object, PyObject *const *args, Py_ssiz
     return write_copy(object, args, nargs, "copy", false);
 }
 
-// LogWriter.copy_from(dst, src) -> None
 PyDoc_STRVAR(writer_copy_from_doc, "copy_from(dst, src, /)\n--\n\n"
                                    "Write COPY_FROM: `dst` leaves its tensor for that of `src`.");
 
@@ -256,13 +244,11 @@ static PyObject *py_writer_copy_from(PyObject *object, PyObject *const *args, Py
     return write_copy(object, args, nargs, "copy_from", true);
 }
 
-// LogWriter.take() -> bytes
 PyDoc_STRVAR(writer_take_doc, "take()\n--\n\n"
                               "Return the text written since the last take, as UTF-8.");
 
 static PyObject *py_writer_take(PyObject *object, PyObject *unused) {
     rotor_log_writer_t *writer = writer_of(object);
-    (void)unused;
     PyObject *text = PyBytes_FromStringAndSize(writer->text, (Py_ssize_t)writer->length);
     if (text != NULL) {
         writer->length = 0;
@@ -295,13 +281,7 @@ static PyType_Slot writer_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec writer_spec = {
-    .name = "rotor._core.LogWriter",
-    .basicsize = sizeof(py_writer_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = writer_slots,
-};
-
 int py_add_log_writer(PyObject *module) {
-    return py_add_type(module, &writer_spec, NULL);
+    return py_add_type(module, "rotor._core.LogWriter", sizeof(py_writer_t), 0, writer_slots,
+                       NULL);
 }

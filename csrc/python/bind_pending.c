@@ -12,7 +12,6 @@ static int call_pending(void *given) {
     return 0;
 }
 
-// call_in_main_thread(function, /) -> bool
 PyDoc_STRVAR(call_in_main_thread_doc,
              "call_in_main_thread(function, /)\n--\n\n"
              "Have the main thread call a function before its next instruction; return whether it\n"
@@ -22,7 +21,6 @@ PyDoc_STRVAR(call_in_main_thread_doc,
              "soon as it does again. An exception is reported as unraisable.");
 
 static PyObject *py_call_in_main_thread(PyObject *module, PyObject *function) {
-    (void)module;
     Py_INCREF(function);
     if (Py_AddPendingCall(call_pending, function) != 0) {
         Py_DECREF(function);
@@ -31,14 +29,12 @@ static PyObject *py_call_in_main_thread(PyObject *module, PyObject *function) {
     Py_RETURN_TRUE;
 }
 
-// class_versions(classes, /) -> tuple[int, ...] | None
 PyDoc_STRVAR(class_versions_doc,
              "class_versions(classes, /)\n--\n\n"
              "Return a number of each class in a tuple, which changes when an attribute of it or of\n"
              "its bases is set or deleted; None where the interpreter has yet to give one.");
 
 static PyObject *py_class_versions(PyObject *module, PyObject *classes) {
-    (void)module;
     if (!PyTuple_Check(classes)) {
         return PyErr_Format(PyExc_TypeError, "classes must be a tuple of type");
     }

@@ -120,10 +120,8 @@ out:
 }
 
 static void py_dataflow_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     rotor_dataflow_free(&((py_dataflow_t *)object)->graph);
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 static const char *const fault_texts[] = {
@@ -177,32 +175,12 @@ PyDoc_STRVAR(simulate_doc,
              "peak_bytes, before, peaks, compute_ns, link_ns, host_bytes), the third and fourth "
              "int64 bytearrays.");
 
-/* Reads (write_bytes_per_s, read_bytes_per_s, latency_ns, duplex, host_bytes, least_bytes,
- * padding_bytes); host_bytes is -1 for any. */
-static int read_link(PyObject *module, PyObject *given, rotor_link_t *link) {
-    long long latency;
-    long long host;
-    long long least;
-    long long padding;
-    int duplex;
+static int read_link(PyObject *self, PyObject *given, rotor_link_t *link) {
     if (!PyTuple_Check(given)) {
         PyErr_SetString(PyExc_TypeError, "a link must be a tuple of seven numbers");
         return -1;
     }
-    if (!PyArg_ParseTuple(given, "ddLpLLL:link", &link->write_bytes_per_s, &link->read_bytes_per_s,
-                          &latency, &duplex, &host, &least, &padding)) {
-        return -1;
-    }
-    link->latency_ns = latency;
-    link->duplex = duplex != 0;
-    link->host_bytes = host == -1 ? INT64_MAX : host;
-    link->least_bytes = least;
-    link->padding_bytes = padding;
-    int ret = rotor_link_check(link);
-    if (ret != ROTOR_OK) {
-        py_raise_status(module, ret);
-    }
-    return ret == ROTOR_OK ? 0 : -1;
+    return py_check_status(self, py_read_link(given, link));
 }
 
 static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
@@ -222,7 +200,7 @@ static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObj
     if (nargs < 1 || nargs > 2 || names != NULL) {
         return PyErr_Format(PyExc_TypeError, "simulate takes one or two positional arguments");
     }
-    if (has_link && read_link(module, args[1], &link) != 0) {
+    if (has_link && read_link(object, args[1], &link) != 0) {
         return NULL;
     }
     int64_t length = get_program(args[0], &view);
@@ -319,7 +297,7 @@ static PyObject *py_dataflow_plan(PyObject *object, PyObject *args) {
 
     if (!PyArg_ParseTuple(args, "LLLKLO|OO:plan", &budget, &options.random_runs, &options.moves,
                           &options.seed, &options.time_limit_ns, &progress, &begin, &given) ||
-        (given != Py_None && read_link(module, given, &link) != 0)) {
+        (given != Py_None && read_link(object, given, &link) != 0)) {
         return NULL;
     }
     options.link = given == Py_None ? NULL : &link;
@@ -354,14 +332,9 @@ PyDoc_STRVAR(curve_doc,
              "plan() accepts, 0 for one point.");
 
 static PyObject *program_list(const rotor_plan_t *plans, int64_t count) {
-    PyObject *list = PyList_New((Py_ssize_t)count);
+    PyObject *list = PyList_New(0);
     for (int64_t k = 0; list != NULL && k < count; k++) {
-        PyObject *item = program_bytes(&plans[k].program);
-        if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)k, item);
-        }
+        py_append(&list, program_bytes(&plans[k].program));
     }
     return list;
 }
@@ -381,7 +354,7 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
 
     if (!PyArg_ParseTuple(args, "LLLKLO|O:curve", &points, &options.random_runs, &options.moves,
                           &options.seed, &options.time_limit_ns, &progress, &given) ||
-        (given != Py_None && read_link(module, given, &link) != 0)) {
+        (given != Py_None && read_link(object, given, &link) != 0)) {
         return NULL;
     }
     if (points < 1) {
@@ -439,13 +412,7 @@ static PyType_Slot dataflow_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec dataflow_spec = {
-    .name = "rotor._core.Dataflow",
-    .basicsize = sizeof(py_dataflow_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = dataflow_slots,
-};
-
 int py_add_planner(PyObject *module) {
-    return py_add_type(module, &dataflow_spec, NULL);
+    return py_add_type(module, "rotor._core.Dataflow", sizeof(py_dataflow_t), 0, dataflow_slots,
+                       NULL);
 }

@@ -4,34 +4,25 @@
 
 #include <string.h>
 
-// clock_ns() -> int
 PyDoc_STRVAR(clock_ns_doc, "clock_ns()\n--\n\n"
                            "Return nanoseconds of a clock that never goes back.");
 
 static PyObject *py_clock_ns(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
     return PyLong_FromLongLong(rotor_clock_ns());
 }
 
-// thread_cpu_ns() -> int
 PyDoc_STRVAR(thread_cpu_ns_doc, "thread_cpu_ns()\n--\n\n"
                                 "Return the CPU time of the calling thread, in nanoseconds.");
 
 static PyObject *py_thread_cpu_ns(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
     return PyLong_FromLongLong(rotor_thread_cpu_ns());
 }
 
-// process_cpu_ns() -> int
 PyDoc_STRVAR(process_cpu_ns_doc,
              "process_cpu_ns()\n--\n\n"
              "Return the CPU time of all threads of this process, in nanoseconds.");
 
 static PyObject *py_process_cpu_ns(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
     return PyLong_FromLongLong(rotor_process_cpu_ns());
 }
 
@@ -45,7 +36,6 @@ static PyObject *get_root(PyObject *args, PyObject *kwargs, const char *format) 
     return root != NULL ? root : PyBytes_FromString("/");
 }
 
-// probe_memory(root="/") -> dict
 PyDoc_STRVAR(
     probe_memory_doc,
     "probe_memory(root='/')\n--\n\n"
@@ -86,7 +76,6 @@ static PyObject *py_probe_memory(PyObject *module, PyObject *args, PyObject *kwa
         (long long)heap.kept_bytes);
 }
 
-// heap_bytes() -> int
 PyDoc_STRVAR(heap_bytes_doc, "heap_bytes()\n--\n\n"
                              "Return the bytes that the C library's heap has given out, mapped "
                              "ones included; -1 where that\n"
@@ -94,13 +83,10 @@ PyDoc_STRVAR(heap_bytes_doc, "heap_bytes()\n--\n\n"
 
 static PyObject *py_heap_bytes(PyObject *module, PyObject *args) {
     rotor_heap_t heap;
-    (void)module;
-    (void)args;
     rotor_probe_heap(&heap);
     return PyLong_FromLongLong((long long)heap.used_bytes);
 }
 
-// map_blocks(least_bytes) -> bool
 PyDoc_STRVAR(map_blocks_doc,
              "map_blocks(least_bytes, /)\n--\n\n"
              "Make the C library give freed blocks of that size and above back to the system.\n"
@@ -108,7 +94,6 @@ PyDoc_STRVAR(map_blocks_doc,
              "False where it has no such setting. It holds for the whole process.");
 
 static PyObject *py_map_blocks(PyObject *module, PyObject *argument) {
-    (void)module;
     long long least = PyLong_AsLongLong(argument);
     if (least == -1 && PyErr_Occurred()) {
         return NULL;
@@ -116,7 +101,6 @@ static PyObject *py_map_blocks(PyObject *module, PyObject *argument) {
     return PyBool_FromLong(rotor_probe_map_blocks((int64_t)least));
 }
 
-// reset_peak_rss(root="/") -> bool
 PyDoc_STRVAR(reset_peak_rss_doc,
              "reset_peak_rss(root='/')\n--\n\n"
              "Make ``peak_resident_bytes`` start again from what is resident now.\n"
@@ -139,7 +123,6 @@ static PyObject *py_reset_peak_rss(PyObject *module, PyObject *args, PyObject *k
     return PyBool_FromLong(ret == ROTOR_OK);
 }
 
-// cuda_memory(device, cuda_library=None, nvml_library=None) -> dict
 PyDoc_STRVAR(cuda_memory_doc,
              "cuda_memory(device, cuda_library=None, nvml_library=None)\n--\n\n"
              "Return the memory of a CUDA device: a dict of bytes, -1 where a figure is unknown, "
@@ -156,7 +139,6 @@ static PyObject *py_cuda_memory(PyObject *module, PyObject *args, PyObject *kwar
     const char *cuda_library = NULL;
     const char *nvml_library = NULL;
     rotor_cuda_memory_t memory;
-    (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|zz:cuda_memory", names, &device,
                                      &cuda_library, &nvml_library)) {
         return NULL;

@@ -203,14 +203,11 @@ static int py_replay_clear(PyObject *object) {
 
 static void py_replay_dealloc(PyObject *object) {
     py_replay_t *self = (py_replay_t *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     rotor_replay_free(&self->replay);
     Py_XDECREF(self->log);
-    Py_XDECREF(self->callable);
     Py_XDECREF(self->name);
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 static PyObject *raise_run(py_replay_t *self, int status) {
@@ -300,7 +297,6 @@ static PyObject *py_replay_locked(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;
     PyObject *answer = NULL;
 
-    (void)unused;
     if (check_is_still(self) != 0) {
         return NULL;
     }
@@ -341,7 +337,6 @@ PyDoc_STRVAR(
 static PyObject *py_replay_events(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;
     const rotor_replay_t *replay = &self->replay;
-    (void)unused;
     return array_or_none(self, replay->options.trace, replay->events, replay->event_count,
                          sizeof(*replay->events));
 }
@@ -354,7 +349,6 @@ PyDoc_STRVAR(storage_stats_doc,
 static PyObject *py_replay_storage_stats(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;
     const rotor_replay_t *replay = &self->replay;
-    (void)unused;
     return array_or_none(self, replay->options.stats, replay->storage_stats,
                          replay->eviction.count, sizeof(*replay->storage_stats));
 }
@@ -368,56 +362,22 @@ PyDoc_STRVAR(
 static PyObject *py_replay_operation_stats(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;
     const rotor_replay_t *replay = &self->replay;
-    (void)unused;
     return array_or_none(self, replay->options.stats, replay->operation_stats,
                          replay->operation_count, sizeof(*replay->operation_stats));
 }
 
-typedef struct {
-    size_t offset;
-    bool is_int32;
-} result_t;
-
-#define RESULT(field) {offsetof(rotor_replay_t, field), sizeof(((rotor_replay_t *)0)->field) == 4}
-
-enum { RESULT_COUNT = 22 };
-
-static const result_t results[RESULT_COUNT] = {
-    RESULT(outcome),
-    RESULT(clock),
-    RESULT(memory),
-    RESULT(max_memory),
-    RESULT(model_compute_ns),
-    RESULT(remat_compute_ns),
-    RESULT(const_bytes),
-    RESULT(bottleneck_bytes),
-    RESULT(evictions),
-    RESULT(remats),
-    RESULT(model_executions),
-    RESULT(executions),
-    RESULT(next_command),
-    RESULT(max_locked_bytes),
-    RESULT(max_locked_execution),
-    RESULT(failed_operation),
-    RESULT(failed_bytes),
-    RESULT(eviction.evaluations),
-    RESULT(eviction.accesses),
-    RESULT(eviction.locked_bytes),
-    RESULT(eviction.pool_count),
-    RESULT(eviction.count),
-};
-
+/* A number of the replay; `closure`: twice its offset, and 1 for an int32. */
 static PyObject *py_replay_get(PyObject *object, void *closure) {
     py_replay_t *self = (py_replay_t *)object;
-    const result_t *result = closure;
-    const char *field = (const char *)&self->replay + result->offset;
+    uintptr_t place = (uintptr_t)closure;
+    const char *field = (const char *)&self->replay + place / 2;
     int64_t wide;
     int32_t narrow;
 
     if (check_is_still(self) != 0) {
         return NULL;
     }
-    if (result->is_int32) {
+    if (place % 2 == 1) {
         memcpy(&narrow, field, sizeof(narrow));
         return PyLong_FromLong(narrow);
     }
@@ -427,37 +387,39 @@ static PyObject *py_replay_get(PyObject *object, void *closure) {
 
 static PyObject *py_replay_footprint(PyObject *object, void *closure) {
     py_replay_t *self = (py_replay_t *)object;
-    (void)closure;
     return check_is_still(self) != 0
                ? NULL
                : PyLong_FromLongLong(rotor_replay_footprint(&self->replay));
 }
 
-#define RESULT_GETTER(name, index, doc) {name, py_replay_get, NULL, doc, (void *)&results[index]}
+#define RESULT(name, field, doc)                                                                   \
+    {name, py_replay_get, NULL, doc,                                                               \
+     (void *)(uintptr_t)(2 * offsetof(rotor_replay_t, field) +                                     \
+                         (sizeof(((rotor_replay_t *)0)->field) == sizeof(int32_t)))}
 
 static PyGetSetDef replay_getset[] = {
-    RESULT_GETTER("outcome", 0, "0 ok, 1 out of memory, 2 thrash, 3 stopped."),
-    RESULT_GETTER("clock", 1, "The clock, ns; it starts at 1."),
-    RESULT_GETTER("memory", 2, "Bytes in memory."),
-    RESULT_GETTER("max_memory", 3, "The most bytes that were in memory."),
-    RESULT_GETTER("model_compute_ns", 4, "Time of the model's executions, ns."),
-    RESULT_GETTER("remat_compute_ns", 5, "Time of rematerializing executions, ns."),
-    RESULT_GETTER("const_bytes", 6, "Bytes of operations without inputs that cost nothing."),
-    RESULT_GETTER("bottleneck_bytes", 7, "The largest outputs and inputs of one operation."),
-    RESULT_GETTER("evictions", 8, "Evictions, eager releases included."),
-    RESULT_GETTER("remats", 9, "Rematerializing executions."),
-    RESULT_GETTER("model_executions", 10, "Executions by the model."),
-    RESULT_GETTER("executions", 11, "Executions; at a failure, of those before it."),
-    RESULT_GETTER("next_command", 12, "Commands done; at a failure, the one that failed."),
-    RESULT_GETTER("max_locked_bytes", 13, "The most bytes that were locked or pinned."),
-    RESULT_GETTER("max_locked_execution", 14, "Executions done when that was so first."),
-    RESULT_GETTER("failed_operation", 15, "Being executed when the run ended so, else -1."),
-    RESULT_GETTER("failed_bytes", 16, "Bytes of its outputs."),
-    RESULT_GETTER("evaluations", 17, "Evaluations of the heuristic."),
-    RESULT_GETTER("accesses", 18, "Accesses to storages' data, where they are counted."),
-    RESULT_GETTER("locked_bytes", 19, "Bytes that are locked or pinned."),
-    RESULT_GETTER("pool_count", 20, "Storages that could be evicted."),
-    RESULT_GETTER("storage_count", 21, "Storages made."),
+    RESULT("outcome", outcome, "0 ok, 1 out of memory, 2 thrash, 3 stopped."),
+    RESULT("clock", clock, "The clock, ns; it starts at 1."),
+    RESULT("memory", memory, "Bytes in memory."),
+    RESULT("max_memory", max_memory, "The most bytes that were in memory."),
+    RESULT("model_compute_ns", model_compute_ns, "Time of the model's executions, ns."),
+    RESULT("remat_compute_ns", remat_compute_ns, "Time of rematerializing executions, ns."),
+    RESULT("const_bytes", const_bytes, "Bytes of operations without inputs that cost nothing."),
+    RESULT("bottleneck_bytes", bottleneck_bytes, "The largest outputs and inputs of one operation."),
+    RESULT("evictions", evictions, "Evictions, eager releases included."),
+    RESULT("remats", remats, "Rematerializing executions."),
+    RESULT("model_executions", model_executions, "Executions by the model."),
+    RESULT("executions", executions, "Executions; at a failure, of those before it."),
+    RESULT("next_command", next_command, "Commands done; at a failure, the one that failed."),
+    RESULT("max_locked_bytes", max_locked_bytes, "The most bytes that were locked or pinned."),
+    RESULT("max_locked_execution", max_locked_execution, "Executions done when that was so first."),
+    RESULT("failed_operation", failed_operation, "Being executed when the run ended so, else -1."),
+    RESULT("failed_bytes", failed_bytes, "Bytes of its outputs."),
+    RESULT("evaluations", eviction.evaluations, "Evaluations of the heuristic."),
+    RESULT("accesses", eviction.accesses, "Accesses to storages' data, where they are counted."),
+    RESULT("locked_bytes", eviction.locked_bytes, "Bytes that are locked or pinned."),
+    RESULT("pool_count", eviction.pool_count, "Storages that could be evicted."),
+    RESULT("storage_count", eviction.count, "Storages made."),
     {"footprint_bytes", py_replay_footprint, NULL, "Bytes that the replay itself takes.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -481,13 +443,7 @@ static PyType_Slot replay_slots[] = {
     {Py_tp_doc, (void *)replay_doc},      {0, NULL},
 };
 
-static PyType_Spec replay_spec = {
-    .name = "rotor._core.Replay",
-    .basicsize = sizeof(py_replay_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = replay_slots,
-};
-
 int py_add_replay(PyObject *module) {
-    return py_add_type(module, &replay_spec, NULL);
+    return py_add_type(module, "rotor._core.Replay", sizeof(py_replay_t), Py_TPFLAGS_HAVE_GC,
+                       replay_slots, NULL);
 }

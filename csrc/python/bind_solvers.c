@@ -27,13 +27,11 @@ PyObject *py_table_new(PyObject *module, PyObject *chain, void *table, const py_
 
 static void py_table_dealloc(PyObject *object) {
     py_table_t *self = (py_table_t *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->ops != NULL) {
         self->ops->release(self->table);
     }
     Py_XDECREF(self->chain);
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 PyDoc_STRVAR(table_sequence_doc,
@@ -44,7 +42,6 @@ static PyObject *py_table_sequence(PyObject *object, PyTypeObject *cls, PyObject
                                    Py_ssize_t nargs, PyObject *names) {
     PyObject *module = PyType_GetModule(cls);
     py_table_t *self = (py_table_t *)object;
-    PyObject *answer = NULL;
     rotor_sequence_t sequence;
     int64_t minimum = 0;
 
@@ -57,15 +54,10 @@ static PyObject *py_table_sequence(PyObject *object, PyTypeObject *cls, PyObject
     }
     rotor_sequence_init(&sequence);
     int ret = self->ops->sequence(self->table, budget, &sequence, &minimum);
-    if (ret == ROTOR_OK) {
-        answer = py_ops_bytes(&sequence);
-    } else if (ret == ROTOR_ERR_INFEASIBLE) {
+    if (ret == ROTOR_ERR_INFEASIBLE) {
         py_raise_infeasible(module, budget, minimum);
-    } else {
-        py_raise_status(module, ret);
     }
-    rotor_sequence_free(&sequence);
-    return answer;
+    return py_schedule(module, ret, false, &sequence);
 }
 
 PyDoc_STRVAR(
@@ -80,7 +72,6 @@ static PyObject *py_table_curve(PyObject *object, PyObject *unused) {
     const int64_t *ns = NULL;
     int64_t count = 0;
 
-    (void)unused;
     if (self->ops->curve == NULL) {
         Py_RETURN_NONE;
     }
@@ -88,12 +79,7 @@ static PyObject *py_table_curve(PyObject *object, PyObject *unused) {
     if (ret != ROTOR_OK) {
         return py_raise_status(PyType_GetModule(Py_TYPE(object)), ret);
     }
-    PyObject *first = py_int64_bytes(bytes, count);
-    PyObject *second = py_int64_bytes(ns, count);
-    PyObject *answer = first == NULL || second == NULL ? NULL : PyTuple_Pack(2, first, second);
-    Py_XDECREF(first);
-    Py_XDECREF(second);
-    return answer;
+    return py_points(bytes, ns, count);
 }
 
 static PyMethodDef table_methods[] = {
@@ -110,13 +96,6 @@ static PyType_Slot table_slots[] = {
     {Py_tp_methods, table_methods},
     {Py_tp_doc, (void *)table_doc},
     {0, NULL},
-};
-
-static PyType_Spec table_spec = {
-    .name = "rotor._core.Table",
-    .basicsize = sizeof(py_table_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = table_slots,
 };
 
 /* The exact solver. */
@@ -184,7 +163,6 @@ static PyObject *py_persistent(PyObject *module, PyObject *args) {
     long long slots;
     long long max_table_bytes;
     PyObject *progress;
-    PyObject *answer = NULL;
     rotor_sequence_t sequence;
     py_watch_t watch;
 
@@ -197,15 +175,7 @@ static PyObject *py_persistent(PyObject *module, PyObject *args) {
     int ret = rotor_persistent_solve(&chain->chain, budget, slots, ROTOR_PRECISION_AUTO,
                                      max_table_bytes, &watch.callback, &sequence);
     py_watch_end(&watch);
-    if (ret == ROTOR_OK) {
-        answer = py_ops_bytes(&sequence);
-    } else if (ret == ROTOR_ERR_INFEASIBLE) {
-        answer = Py_NewRef(Py_None);
-    } else {
-        py_raise_status(module, ret);
-    }
-    rotor_sequence_free(&sequence);
-    return answer;
+    return py_schedule(module, ret, true, &sequence);
 }
 
 PyDoc_STRVAR(
@@ -219,7 +189,6 @@ static PyObject *py_persistent_minimum(PyObject *module, PyObject *args) {
     long long budget;
     long long max_table_bytes;
     PyObject *progress;
-    PyObject *schedule = NULL;
     rotor_sequence_t sequence;
     py_watch_t watch;
     int64_t minimum = 0;
@@ -233,14 +202,7 @@ static PyObject *py_persistent_minimum(PyObject *module, PyObject *args) {
     int ret = rotor_persistent_minimum(&chain->chain, max_table_bytes, &watch.callback, &minimum,
                                        budget, &sequence);
     py_watch_end(&watch);
-    if (ret == ROTOR_OK) {
-        schedule = py_ops_bytes(&sequence);
-    } else if (ret == ROTOR_ERR_INFEASIBLE) {
-        schedule = Py_NewRef(Py_None);
-    } else {
-        py_raise_status(module, ret);
-    }
-    rotor_sequence_free(&sequence);
+    PyObject *schedule = py_schedule(module, ret, true, &sequence);
     return schedule == NULL ? NULL : Py_BuildValue("LN", (long long)minimum, schedule);
 }
 
@@ -252,6 +214,8 @@ static PyMethodDef solver_functions[] = {
 };
 
 int py_add_solvers(PyObject *module) {
-    int ret = py_add_type(module, &table_spec, &py_state(module)->table_type);
+    int ret = py_add_type(module, "rotor._core.Table", sizeof(py_table_t),
+                          Py_TPFLAGS_DISALLOW_INSTANTIATION, table_slots,
+                          &py_state(module)->table_type);
     return ret == 0 ? PyModule_AddFunctions(module, solver_functions) : ret;
 }

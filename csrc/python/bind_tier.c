@@ -64,12 +64,10 @@ static PyObject *py_disk_file_new(PyTypeObject *type, PyObject *args, PyObject *
 
 static void py_disk_file_dealloc(PyObject *object) {
     py_disk_file_t *file = (py_disk_file_t *)object;
-    PyTypeObject *type = Py_TYPE(object);
     Py_BEGIN_ALLOW_THREADS;
     rotor_tier_free(file->tier);
     Py_END_ALLOW_THREADS;
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 PyDoc_STRVAR(reserve_doc, "reserve(nbytes, /)\n--\n\n"
@@ -141,7 +139,6 @@ PyDoc_STRVAR(drain_doc, "drain()\n--\n\nWait until nothing moves.");
 
 static PyObject *py_disk_file_drain(PyObject *object, PyObject *unused) {
     py_disk_file_t *file = (py_disk_file_t *)object;
-    (void)unused;
     Py_BEGIN_ALLOW_THREADS;
     rotor_tier_drain(file->tier);
     Py_END_ALLOW_THREADS;
@@ -153,7 +150,6 @@ PyDoc_STRVAR(close_doc, "close()\n--\n\n"
 
 static PyObject *py_disk_file_close(PyObject *object, PyObject *unused) {
     py_disk_file_t *file = (py_disk_file_t *)object;
-    (void)unused;
     Py_BEGIN_ALLOW_THREADS;
     rotor_tier_close(file->tier);
     Py_END_ALLOW_THREADS;
@@ -161,7 +157,6 @@ static PyObject *py_disk_file_close(PyObject *object, PyObject *unused) {
 }
 
 static PyObject *py_disk_file_sector(PyObject *object, void *unused) {
-    (void)unused;
     return PyLong_FromLongLong(rotor_tier_sector(((py_disk_file_t *)object)->tier));
 }
 
@@ -182,7 +177,6 @@ static void let_go(py_transfer_t *transfer) {
 /* Waits before the memory goes, whatever happens. */
 static void py_transfer_dealloc(PyObject *object) {
     py_transfer_t *transfer = (py_transfer_t *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject *kind, *value, *traceback;
     PyErr_Fetch(&kind, &value, &traceback);
     while (transfer->file != NULL &&
@@ -190,8 +184,7 @@ static void py_transfer_dealloc(PyObject *object) {
     }
     let_go(transfer);
     PyErr_Restore(kind, value, traceback);
-    type->tp_free(object);
-    Py_DECREF(type);
+    py_dealloc(object);
 }
 
 PyDoc_STRVAR(wait_doc, "wait()\n--\n\n"
@@ -199,7 +192,6 @@ PyDoc_STRVAR(wait_doc, "wait()\n--\n\n"
 
 static PyObject *py_transfer_wait(PyObject *object, PyObject *unused) {
     py_transfer_t *transfer = (py_transfer_t *)object;
-    (void)unused;
     while (transfer->file != NULL) {
         /* Another thread that waits may let go meanwhile. */
         py_disk_file_t *file = (py_disk_file_t *)Py_NewRef(transfer->file);
@@ -222,7 +214,6 @@ static PyObject *py_transfer_wait(PyObject *object, PyObject *unused) {
 
 static PyObject *py_transfer_busy(PyObject *object, void *unused) {
     py_transfer_t *transfer = (py_transfer_t *)object;
-    (void)unused;
     return PyLong_FromLongLong(transfer->file == NULL ? transfer->transfer.busy_ns : 0);
 }
 
@@ -249,13 +240,6 @@ static PyType_Slot file_slots[] = {
     {Py_tp_doc, (void *)file_doc},         {0, NULL},
 };
 
-static PyType_Spec file_spec = {
-    .name = "rotor._core.DiskFile",
-    .basicsize = sizeof(py_disk_file_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = file_slots,
-};
-
 static PyMethodDef transfer_methods[] = {
     {"wait", py_transfer_wait, METH_NOARGS, wait_doc},
     {NULL, NULL, 0, NULL},
@@ -275,16 +259,8 @@ static PyType_Slot transfer_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec transfer_spec = {
-    .name = "rotor._core.Transfer",
-    .basicsize = sizeof(py_transfer_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = transfer_slots,
-};
-
 static PyObject *py_tier_room(PyObject *module, PyObject *args) {
     long long sector, nbytes;
-    (void)module;
     if (!PyArg_ParseTuple(args, "LL:tier_room", &sector, &nbytes)) {
         return NULL;
     }
@@ -305,7 +281,11 @@ static PyMethodDef functions[] = {
 };
 
 int py_add_tier(PyObject *module) {
-    int ret = py_add_type(module, &file_spec, NULL);
-    ret = ret == 0 ? py_add_type(module, &transfer_spec, &py_state(module)->transfer_type) : ret;
+    int ret = py_add_type(module, "rotor._core.DiskFile", sizeof(py_disk_file_t), 0, file_slots,
+                          NULL);
+    ret = ret == 0 ? py_add_type(module, "rotor._core.Transfer", sizeof(py_transfer_t),
+                                 Py_TPFLAGS_DISALLOW_INSTANTIATION, transfer_slots,
+                                 &py_state(module)->transfer_type)
+                   : ret;
     return ret == 0 ? PyModule_AddFunctions(module, functions) : ret;
 }

@@ -58,7 +58,6 @@ static PyObject *py_repeats_are_enough(PyObject *module, PyObject *args, PyObjec
                             "max_repeats", "most_ns",   "min_comes_first", NULL};
     long long count, spent, least, most, most_ns;
     int is_stable, min_comes_first;
-    (void)module;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LpLLLLp:repeats_are_enough", names, &count,
                                      &is_stable, &spent, &least, &most, &most_ns,
                                      &min_comes_first)) {

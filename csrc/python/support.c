@@ -153,6 +153,47 @@ bool py_get_integer(PyObject *object, const char *what, int64_t least, int64_t m
     return true;
 }
 
+int py_read_link(PyObject *given, rotor_link_t *link) {
+    long long latency, host, least, padding;
+    int duplex;
+    if (!PyArg_ParseTuple(given, "ddLpLLL:link", &link->write_bytes_per_s, &link->read_bytes_per_s,
+                          &latency, &duplex, &host, &least, &padding)) {
+        return ROTOR_OK;
+    }
+    link->latency_ns = latency;
+    link->duplex = duplex != 0;
+    link->host_bytes = host == -1 ? INT64_MAX : host;
+    link->least_bytes = least;
+    link->padding_bytes = padding;
+    return rotor_link_check(link);
+}
+
+PyObject *py_schedule(PyObject *module, int status, bool may_lack, rotor_sequence_t *sequence) {
+    PyObject *answer = status == ROTOR_OK                           ? py_ops_bytes(sequence)
+                       : may_lack && status == ROTOR_ERR_INFEASIBLE ? Py_NewRef(Py_None)
+                                                                    : py_raise_status(module, status);
+    rotor_sequence_free(sequence);
+    return answer;
+}
+
+PyObject *py_points(const int64_t *bytes, const int64_t *ns, int64_t count) {
+    return Py_BuildValue("NN", py_int64_bytes(bytes, count), py_int64_bytes(ns, count));
+}
+
+void py_append(PyObject **list, PyObject *item) {
+    if (item == NULL || PyList_Append(*list, item) != 0) {
+        Py_CLEAR(*list);
+    }
+    Py_XDECREF(item);
+}
+
+int py_check_status(void *object, int status) {
+    if (status != ROTOR_OK) {
+        (void)py_raise_status(PyType_GetModule(Py_TYPE(object)), status);
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 int py_did(PyObject *result) {
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
@@ -165,8 +206,15 @@ int py_is_true(PyObject *function) {
     return is_true;
 }
 
-int py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+int py_add_type(PyObject *module, const char *name, size_t size, unsigned long flags,
+                PyType_Slot *slots, PyTypeObject **kept) {
+    PyType_Spec spec = {
+        .name = name,
+        .basicsize = (int)size,
+        .flags = (unsigned int)(Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | flags),
+        .slots = slots,
+    };
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
     int ret = type == NULL ? -1 : PyModule_AddType(module, type);
     if (kept != NULL) {
         *kept = type;
