@@ -4,7 +4,7 @@
 #include <structmember.h>
 
 typedef struct {
-    /* Of operators: the Handler. Of functions: those with what is called with their arguments first. */
+    /* Of operators: the Handler. Of functions: those, to what is called with their arguments. */
     PyObject_HEAD PyObject *used;
 } py_mode_t;
 

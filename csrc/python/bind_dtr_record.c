@@ -7,14 +7,51 @@
 
 enum { LAYOUT_SHAPE, LAYOUT_STRIDE, LAYOUT_DTYPE, LAYOUT_DEVICE, LAYOUT_FIELDS };
 
+/* Arguments that become others one by one, in order. */
+typedef struct {
+    py_handler_t *handler;
+    const py_record_t *record;
+    PyObject *const *storages;
+    int64_t at; /* of the next tensor */
+} filling_t;
+
+/* What these arguments become; an exception leaves what there is for the caller to free. */
+static int fill_all(filling_t *filling, PyObject *(*fill)(filling_t *, PyObject *), PyObject *args,
+                    PyObject *kwargs, PyObject **to_args, PyObject **to_kwargs) {
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+    *to_args = PyTuple_New(PyTuple_GET_SIZE(args));
+    for (Py_ssize_t k = 0; *to_args != NULL && k < PyTuple_GET_SIZE(args); k++) {
+        PyObject *item = fill(filling, PyTuple_GET_ITEM(args, k));
+        if (item == NULL) {
+            return -1;
+        }
+        PyTuple_SET_ITEM(*to_args, k, item);
+    }
+    if (kwargs == NULL || *to_args == NULL) {
+        return *to_args == NULL ? -1 : 0;
+    }
+    *to_kwargs = PyDict_New();
+    while (*to_kwargs != NULL && PyDict_Next(kwargs, &at, &name, &value)) {
+        PyObject *item = fill(filling, value);
+        int ret = item == NULL ? -1 : PyDict_SetItem(*to_kwargs, name, item);
+        Py_XDECREF(item);
+        if (ret != 0) {
+            return -1;
+        }
+    }
+    return *to_kwargs == NULL ? -1 : 0;
+}
+
 /* An argument with Ellipsis in the place of each tensor, and None in that of a hidden one. */
-static PyObject *pattern_of(py_handler_t *self, PyObject *value, int64_t *at) {
+static PyObject *pattern_of(filling_t *filling, PyObject *value) {
+    const py_handler_t *self = filling->handler;
     if (py_is_tensor(self, value)) {
-        if (*at >= self->input_count) {
+        if (filling->at >= self->input_count) {
             PyErr_SetString(PyExc_RuntimeError, "the arguments of an operator changed in its call");
             return NULL;
         }
-        bool is_hidden = self->inputs[(*at)++].is_hidden;
+        bool is_hidden = self->inputs[filling->at++].is_hidden;
         return Py_NewRef(is_hidden ? Py_None : Py_Ellipsis);
     }
     if (!PyList_Check(value) && !PyTuple_Check(value)) {
@@ -23,41 +60,10 @@ static PyObject *pattern_of(py_handler_t *self, PyObject *value, int64_t *at) {
     PyObject *list = PyList_New(0);
     PyObject *given;
     for (Py_ssize_t k = 0; list != NULL && (given = py_entry(value, k)) != NULL; k++) {
-        PyObject *item = pattern_of(self, given, at);
-        if (item == NULL || PyList_Append(list, item) != 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
+        py_append(&list, pattern_of(filling, given));
         Py_DECREF(given);
     }
     return list;
-}
-
-static int make_arguments(py_handler_t *self, const py_run_t *run, py_pattern_t *pattern) {
-    int64_t at = 0;
-    pattern->args = PyTuple_New(PyTuple_GET_SIZE(run->args));
-    for (Py_ssize_t k = 0; pattern->args != NULL && k < PyTuple_GET_SIZE(run->args); k++) {
-        PyObject *item = pattern_of(self, PyTuple_GET_ITEM(run->args, k), &at);
-        if (item == NULL) {
-            return -1;
-        }
-        PyTuple_SET_ITEM(pattern->args, k, item);
-    }
-    if (run->kwargs == NULL || pattern->args == NULL) {
-        return pattern->args == NULL ? -1 : 0;
-    }
-    pattern->kwargs = PyDict_New();
-    Py_ssize_t position = 0;
-    PyObject *name, *value;
-    while (pattern->kwargs != NULL && PyDict_Next(run->kwargs, &position, &name, &value)) {
-        PyObject *item = pattern_of(self, value, &at);
-        int ret = item == NULL ? -1 : PyDict_SetItem(pattern->kwargs, name, item);
-        Py_XDECREF(item);
-        if (ret != 0) {
-            return -1;
-        }
-    }
-    return pattern->kwargs == NULL ? -1 : 0;
 }
 
 static PyObject *sizes_of(const int64_t *values, int64_t count) {
@@ -97,7 +103,8 @@ static py_pattern_t *make_pattern(py_handler_t *self, const py_run_t *run, int64
     }
     pattern->references = 1;
     pattern->count = count;
-    int ret = make_arguments(self, run, pattern);
+    int ret = fill_all(&(filling_t){.handler = self}, pattern_of, run->args, run->kwargs,
+                       &pattern->args, &pattern->kwargs);
     PyObject **layout = pattern->layouts;
     for (int64_t k = 0; k < self->input_count && ret == 0; k++) {
         if (!self->inputs[k].is_hidden) {
@@ -218,13 +225,6 @@ static PyObject *tensor_of(py_handler_t *self, const py_record_t *record, int64_
     return placed;
 }
 
-typedef struct {
-    py_handler_t *handler;
-    const py_record_t *record;
-    PyObject *const *storages;
-    int64_t at;
-} filling_t;
-
 /* An argument with tensors again. */
 static PyObject *filled(filling_t *filling, PyObject *value) {
     if (value == Py_Ellipsis) {
@@ -234,14 +234,9 @@ static PyObject *filled(filling_t *filling, PyObject *value) {
     if (!PyList_Check(value)) {
         return Py_NewRef(value);
     }
-    PyObject *list = PyList_New(PyList_GET_SIZE(value));
+    PyObject *list = PyList_New(0);
     for (Py_ssize_t k = 0; list != NULL && k < PyList_GET_SIZE(value); k++) {
-        PyObject *item = filled(filling, PyList_GET_ITEM(value, k));
-        if (item == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, k, item);
-        }
+        py_append(&list, filled(filling, PyList_GET_ITEM(value, k)));
     }
     return list;
 }
@@ -249,31 +244,7 @@ static PyObject *filled(filling_t *filling, PyObject *value) {
 int py_record_fill(py_handler_t *self, const py_record_t *record, PyObject *const *storages,
                    PyObject **args, PyObject **kwargs) {
     filling_t filling = {.handler = self, .record = record, .storages = storages};
-    PyObject *given = record->pattern->args;
-    PyObject *name, *value;
-    Py_ssize_t at = 0;
-
-    *args = PyTuple_New(PyTuple_GET_SIZE(given));
-    for (Py_ssize_t k = 0; *args != NULL && k < PyTuple_GET_SIZE(given); k++) {
-        PyObject *item = filled(&filling, PyTuple_GET_ITEM(given, k));
-        if (item == NULL) {
-            return -1;
-        }
-        PyTuple_SET_ITEM(*args, k, item);
-    }
-    if (record->pattern->kwargs == NULL || *args == NULL) {
-        return *args == NULL ? -1 : 0;
-    }
-    *kwargs = PyDict_New();
-    while (*kwargs != NULL && PyDict_Next(record->pattern->kwargs, &at, &name, &value)) {
-        PyObject *item = filled(&filling, value);
-        int ret = item == NULL ? -1 : PyDict_SetItem(*kwargs, name, item);
-        Py_XDECREF(item);
-        if (ret != 0) {
-            return -1;
-        }
-    }
-    return *kwargs == NULL ? -1 : 0;
+    return fill_all(&filling, filled, record->pattern->args, record->pattern->kwargs, args, kwargs);
 }
 
 /* As Python sees it. */

@@ -169,9 +169,10 @@ int py_read_link(PyObject *given, rotor_link_t *link) {
 }
 
 PyObject *py_schedule(PyObject *module, int status, bool may_lack, rotor_sequence_t *sequence) {
-    PyObject *answer = status == ROTOR_OK                           ? py_ops_bytes(sequence)
-                       : may_lack && status == ROTOR_ERR_INFEASIBLE ? Py_NewRef(Py_None)
-                                                                    : py_raise_status(module, status);
+    bool is_lacking = may_lack && status == ROTOR_ERR_INFEASIBLE;
+    PyObject *answer = status == ROTOR_OK ? py_ops_bytes(sequence)
+                       : is_lacking       ? Py_NewRef(Py_None)
+                                          : py_raise_status(module, status);
     rotor_sequence_free(sequence);
     return answer;
 }

@@ -131,27 +131,27 @@ bool py_get_integer(PyObject *object, const char *what, int64_t least, int64_t m
                     int64_t *integer);
 
 /* Reads (write_bytes_per_s, read_bytes_per_s, latency_ns, duplex, host_bytes, least_bytes,
- * padding_bytes), a tuple; host_bytes is -1 for any. A status; ROTOR_OK with an exception where a number
- * cannot be read. */
+ * padding_bytes), a tuple; host_bytes is -1 for any. A status; ROTOR_OK with an exception where a
+ * number cannot be read. */
 int py_read_link(PyObject *given, rotor_link_t *link);
 
-/* What a solver answers: the schedule, None where `may_lack` and none fits, or NULL with the exception of
- * the status. Frees the sequence. */
+/* What a solver answers: the schedule, None where `may_lack` and none fits, or NULL with the
+ * exception of the status. Frees the sequence. */
 PyObject *py_schedule(PyObject *module, int status, bool may_lack, rotor_sequence_t *sequence);
 /* (bytes, ns) of a curve, int64 each. */
 PyObject *py_points(const int64_t *bytes, const int64_t *ns, int64_t count);
 
-/* Appends an item, NULL after an error, to a list, and drops the reference to it. Clears *list then. */
+/* Appends an item and drops the reference to it; clears *list where that is NULL, or fails. */
 void py_append(PyObject **list, PyObject *item);
 
-/* Sets the exception of a status for an object of the module: -1 where that or another one is set. */
+/* Sets the exception of a status, for an object of the module; -1 where one is set. */
 int py_check_status(void *object, int status);
 
-/* Adds an immutable type to the module, with flags beside the usual ones, and keeps a reference where
- * `kept`, of the state, is not NULL. */
+/* Adds an immutable type to the module, with flags beside the usual ones, and keeps a reference
+ * where `kept`, of the state, is not NULL. */
 int py_add_type(PyObject *module, const char *name, size_t size, unsigned long flags,
                 PyType_Slot *slots, PyTypeObject **kept);
-/* Frees an object that holds nothing but what its tp_clear lets go of: the end of any tp_dealloc. */
+/* Frees an object that holds nothing but what its tp_clear lets go of: the end of a tp_dealloc. */
 void py_dealloc(PyObject *object);
 
 /* Each area adds its functions and types to the module; module.c calls them in this order. */

@@ -150,6 +150,10 @@ int64_t rotor_chain_need_b(const rotor_chain_t *self, int64_t i, int64_t l) {
            self->pgrad_after[i] + output;
 }
 
+int64_t rotor_chain_need_tape(const rotor_chain_t *self, int64_t i, int64_t l) {
+    return rotor_max(rotor_chain_need_fe(self, i, l), rotor_chain_need_b(self, i, l));
+}
+
 int64_t rotor_chain_need_loss(const rotor_chain_t *self) {
     return self->grad[self->n] + self->loss_tmp;
 }

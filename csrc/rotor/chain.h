@@ -72,6 +72,9 @@ int64_t rotor_chain_need_fn(const rotor_chain_t *self, int64_t i, int64_t l, int
 /* m that B(i) needs at the end of state (i, l), where Fe(i) was run at its start; i < n. */
 int64_t rotor_chain_need_b(const rotor_chain_t *self, int64_t i, int64_t l);
 
+/* m that Fe(i) and B(i) need, which is the larger of both. */
+int64_t rotor_chain_need_tape(const rotor_chain_t *self, int64_t i, int64_t l);
+
 /* m that the loss needs, which is state (n, n). */
 int64_t rotor_chain_need_loss(const rotor_chain_t *self);
 

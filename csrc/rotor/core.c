@@ -108,6 +108,21 @@ void *rotor_malloc_array(int64_t count_of, size_t size) {
     return rotor_array_bytes(count_of, size, &bytes) == ROTOR_OK ? rotor_malloc(bytes) : NULL;
 }
 
+int rotor_malloc_part(int64_t count_of, size_t size, int64_t most, int64_t *taken, void *place) {
+    size_t bytes;
+    int ret = rotor_array_bytes(count_of, size, &bytes);
+    if (ret != ROTOR_OK || bytes > (size_t)INT64_MAX || (int64_t)bytes > most - *taken) {
+        return ROTOR_ERR_TABLE_TOO_LARGE;
+    }
+    void *block = rotor_malloc(bytes);
+    if (block == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
+    memcpy(place, &block, sizeof(block));
+    *taken += (int64_t)bytes;
+    return ROTOR_OK;
+}
+
 int rotor_arrays(bool is_new, const rotor_array_t *arrays, size_t count_of) {
     int ret = ROTOR_OK;
     for (size_t k = 0; k < count_of; k++) {

@@ -62,6 +62,10 @@ int rotor_array_bytes(int64_t count, size_t size, size_t *bytes);
 /* malloc of count elements of `size` bytes; NULL when memory is short or the product overflows. */
 void *rotor_malloc_array(int64_t count, size_t size);
 
+/* The same for a part of a table that may take `most` bytes and has *taken, to which it adds:
+ * ROTOR_ERR_TABLE_TOO_LARGE beyond them. `place` is the address of the pointer to it. */
+int rotor_malloc_part(int64_t count, size_t size, int64_t most, int64_t *taken, void *place);
+
 /* Arrays that come and go together. */
 typedef struct {
     void *place; /* of the pointer to the first element */

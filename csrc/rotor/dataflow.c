@@ -251,18 +251,14 @@ enum { BEFORE = 1, AFTER = 2 };
 
 #define MOST_BOUND_WORK 100000000
 
-static void bound_free(bound_t *b) {
-    rotor_free(b->place);
-    rotor_free(b->stack);
-    rotor_free(b->lasting);
+static int bound_arrays(bound_t *b, int64_t n, int64_t m, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(b->place, n), ROTOR_ARRAY(b->stack, n), ROTOR_ARRAY(b->lasting, m));
 }
 
 static int bound_init(bound_t *b, const rotor_dataflow_t *graph) {
     *b = (bound_t){.graph = graph, .work = MOST_BOUND_WORK};
-    b->place = rotor_malloc_array(graph->operation_count, sizeof(*b->place));
-    b->stack = rotor_malloc_array(graph->operation_count, sizeof(*b->stack));
-    b->lasting = rotor_malloc_array(graph->storage_count, sizeof(*b->lasting));
-    if (b->place == NULL || b->stack == NULL || b->lasting == NULL) {
+    if (bound_arrays(b, graph->operation_count, graph->storage_count, true) != ROTOR_OK) {
         return ROTOR_ERR_NO_MEMORY;
     }
     for (int32_t s = 0; s < graph->storage_count; s++) {
@@ -439,7 +435,7 @@ int rotor_dataflow_lower_bound(const rotor_dataflow_t *self, int64_t *bytes) {
     }
     *bytes = bound;
 out:
-    bound_free(&b);
+    (void)bound_arrays(&b, 0, 0, false);
     return ret;
 }
 

@@ -33,23 +33,20 @@ enum { SWEEP = 16 };
 static const rotor_point_t anywhere = {.bytes = INT64_MIN / 4, .excess = 0};
 static const rotor_points_t nothing = {.points = &anywhere, .count = 1};
 
+static int envelope_arrays(rotor_envelope_t *self, int64_t most, bool is_new) {
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(self->candidates, most), ROTOR_ARRAY(self->entries, most),
+        ROTOR_ARRAY(self->scratch, most), ROTOR_ARRAY(self->next, most));
+}
+
 int rotor_envelope_init(rotor_envelope_t *self, int64_t most) {
     memset(self, 0, sizeof(*self));
-    self->candidates = rotor_malloc_array(most, sizeof(*self->candidates));
-    self->entries = rotor_malloc_array(most, sizeof(*self->entries));
-    self->scratch = rotor_malloc_array(most, sizeof(*self->scratch));
-    self->next = rotor_malloc_array(most, sizeof(*self->next));
     self->entry_capacity = most;
-    bool complete = self->candidates != NULL && self->entries != NULL && self->scratch != NULL &&
-                    self->next != NULL;
-    return complete ? ROTOR_OK : ROTOR_ERR_NO_MEMORY;
+    return envelope_arrays(self, most, true);
 }
 
 void rotor_envelope_free(rotor_envelope_t *self) {
-    rotor_free(self->candidates);
-    rotor_free(self->entries);
-    rotor_free(self->scratch);
-    rotor_free(self->next);
+    (void)envelope_arrays(self, 0, false);
     rotor_free(self->ranges);
     rotor_free(self->points);
     memset(self, 0, sizeof(*self));
@@ -61,48 +58,35 @@ void rotor_envelope_clear(rotor_envelope_t *self) {
     self->count = 0;
 }
 
-static int reserve_points(rotor_envelope_t *self, int64_t more) {
-    int64_t wanted = self->count + more;
-    if (wanted <= self->capacity) {
+/* Room for `wanted` elements; `place` is the address of the pointer to the first. */
+static int envelope_reserve(void *place, int64_t *capacity, int64_t wanted, size_t size) {
+    if (wanted <= *capacity) {
         return ROTOR_OK;
     }
-    int64_t capacity = wanted + wanted / 2 + 64;
-    rotor_point_t *points = rotor_realloc(self->points, (size_t)capacity * sizeof(*points));
-    if (points == NULL) {
+    int64_t grown = wanted + wanted / 2 + 64;
+    void *block;
+    memcpy(&block, place, sizeof(block));
+    block = rotor_realloc(block, (size_t)grown * size);
+    if (block == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    self->points = points;
-    self->capacity = capacity;
+    memcpy(place, &block, sizeof(block));
+    *capacity = grown;
     return ROTOR_OK;
 }
 
-static int reserve_entries(rotor_envelope_t *self, int64_t more) {
-    int64_t wanted = self->entry_count + more;
-    if (wanted <= self->entry_capacity) {
-        return ROTOR_OK;
-    }
-    int64_t capacity = wanted + wanted / 2 + 64;
-    entry_t *entries = rotor_realloc(self->entries, (size_t)capacity * sizeof(*entries));
-    if (entries == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    self->entries = entries;
-    self->entry_capacity = capacity;
-    return ROTOR_OK;
+static int reserve_points(rotor_envelope_t *self, int64_t more) {
+    return envelope_reserve(&self->points, &self->capacity, self->count + more,
+                            sizeof(*self->points));
 }
 
 static int push_range(rotor_envelope_t *self, range_t range) {
-    if (self->range_count == self->range_capacity) {
-        int64_t capacity = 2 * self->range_capacity + 64;
-        range_t *ranges = rotor_realloc(self->ranges, (size_t)capacity * sizeof(*ranges));
-        if (ranges == NULL) {
-            return ROTOR_ERR_NO_MEMORY;
-        }
-        self->ranges = ranges;
-        self->range_capacity = capacity;
+    int ret = envelope_reserve(&self->ranges, &self->range_capacity, self->range_count + 1,
+                               sizeof(*self->ranges));
+    if (ret == ROTOR_OK) {
+        self->ranges[self->range_count++] = range;
     }
-    self->ranges[self->range_count++] = range;
-    return ROTOR_OK;
+    return ret;
 }
 
 void rotor_envelope_add(rotor_envelope_t *self, const rotor_points_t *a, int64_t shift,
@@ -225,7 +209,8 @@ static int divide(rotor_envelope_t *self, int64_t m) {
         right += envelope_value(c, e.a_high, e.b_high) < best;
     }
     self->entry_count += right - count;
-    int ret = reserve_entries(self, left);
+    int ret = envelope_reserve(&self->entries, &self->entry_capacity, self->entry_count + left,
+                               sizeof(*self->entries));
     if (ret != ROTOR_OK) {
         return ret;
     }

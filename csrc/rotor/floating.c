@@ -40,10 +40,6 @@ static int64_t need_forward(const rotor_chain_t *c, int64_t b, int64_t s, int64_
     return rotor_chain_need_fn(c, b, l, b) + own;
 }
 
-static int64_t need_tape(const rotor_chain_t *c, int64_t b, int64_t l) {
-    return rotor_max(rotor_chain_need_fe(c, b, l), rotor_chain_need_b(c, b, l));
-}
-
 /*
  * A choice in state (b, s, l): `right` is the state that comes first, on m - shift slots; `left`,
  * if any, the state that comes then, on m. Bytes likewise.
@@ -113,7 +109,7 @@ static int64_t need_single(const rotor_chain_t *c, int64_t b, int64_t s, int64_t
     if (b == c->n) {
         return rotor_chain_need_loss(c);
     }
-    return b == s ? need_tape(c, b, l) : need_forward(c, b, s, l);
+    return b == s ? rotor_chain_need_tape(c, b, l) : need_forward(c, b, s, l);
 }
 
 static int64_t least_of(const table_t *k, int64_t b, int64_t s, int64_t l) {
@@ -196,19 +192,8 @@ static void fill_scratch(const table_t *k, int64_t b, int64_t s, int64_t l) {
 }
 
 /* All memory of the table comes from here. */
-static int floating_reserve(table_t *k, int64_t count, size_t size, void **block) {
-    size_t bytes;
-    int ret = rotor_array_bytes(count, size, &bytes);
-    if (ret != ROTOR_OK || bytes > (size_t)INT64_MAX ||
-        (int64_t)bytes > k->max_table_bytes - k->table_bytes) {
-        return ROTOR_ERR_TABLE_TOO_LARGE;
-    }
-    *block = rotor_malloc(bytes);
-    if (*block == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    k->table_bytes += (int64_t)bytes;
-    return ROTOR_OK;
+static int floating_reserve(table_t *k, int64_t count, size_t size, void *place) {
+    return rotor_malloc_part(count, size, k->max_table_bytes, &k->table_bytes, place);
 }
 
 static int store_row(table_t *k, row_t *row) {
@@ -231,16 +216,14 @@ static int store_row(table_t *k, row_t *row) {
     }
     int64_t count = high - low + 1;
     if (k->chunk_left < count) {
-        void *block = NULL;
         int64_t values = rotor_max(count, CHUNK_VALUES);
         int64_t budget = (k->max_table_bytes - k->table_bytes - (int64_t)sizeof(*chunk)) /
                          (int64_t)sizeof(*scratch);
         values = rotor_max(count, rotor_min(values, budget));
-        int ret = floating_reserve(k, values + 1, sizeof(*scratch), &block);
+        int ret = floating_reserve(k, values + 1, sizeof(*scratch), &chunk);
         if (ret != ROTOR_OK) {
             return ret;
         }
-        chunk = block;
         chunk->next = k->chunks;
         k->chunks = chunk;
         k->chunk_left = values;
@@ -303,26 +286,12 @@ void rotor_floating_free(rotor_floating_t *self) {
 static int floating_prepare(table_t *k) {
     const rotor_chain_t *c = k->chain;
     int64_t states = (c->n + 1) * (c->n + 2) * (c->n + 3) / 6;
-    void *rows = NULL;
-    void *x = NULL;
-    void *xbar = NULL;
-    void *scratch = NULL;
-    int ret = floating_reserve(k, states, sizeof(*k->rows), &rows);
+    int ret;
 
-    k->rows = rows;
-    if (ret == ROTOR_OK) {
-        ret = floating_reserve(k, c->n + 1, sizeof(*k->x), &x);
-        k->x = x;
-    }
-    if (ret == ROTOR_OK) {
-        ret = floating_reserve(k, c->n, sizeof(*k->xbar), &xbar);
-        k->xbar = xbar;
-    }
-    if (ret == ROTOR_OK) {
-        ret = floating_reserve(k, k->top + 1, sizeof(*k->scratch), &scratch);
-        k->scratch = scratch;
-    }
-    if (ret != ROTOR_OK) {
+    if ((ret = floating_reserve(k, states, sizeof(*k->rows), &k->rows)) != ROTOR_OK ||
+        (ret = floating_reserve(k, c->n + 1, sizeof(*k->x), &k->x)) != ROTOR_OK ||
+        (ret = floating_reserve(k, c->n, sizeof(*k->xbar), &k->xbar)) != ROTOR_OK ||
+        (ret = floating_reserve(k, k->top + 1, sizeof(*k->scratch), &k->scratch)) != ROTOR_OK) {
         return ret;
     }
     for (int64_t i = 0; i <= c->n; i++) {

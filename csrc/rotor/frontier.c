@@ -60,8 +60,7 @@ enum { ROUGH_SLOTS = 512 };
 static int64_t ample(const rotor_chain_t *c) {
     int64_t need = rotor_chain_need_loss(c);
     for (int64_t i = c->n - 1; i >= 0; i--) {
-        int64_t own = rotor_max(rotor_chain_need_fe(c, i, c->n), rotor_chain_need_b(c, i, c->n));
-        need = rotor_max(own, need + c->xbar[i]);
+        need = rotor_max(rotor_chain_need_tape(c, i, c->n), need + c->xbar[i]);
     }
     return need;
 }
@@ -86,7 +85,7 @@ static int spread(const rotor_persistent_t *rough, const rotor_callback_t *callb
             int64_t cell = rotor_cell(n, i, l);
             int64_t limit = limits[cell];
             int64_t slot = rotor_min(rough->hi[cell], rough->slots);
-            int64_t need = rotor_max(rotor_chain_need_fe(c, i, l), rotor_chain_need_b(c, i, l));
+            int64_t need = rotor_chain_need_tape(c, i, l);
             if (limit < 0) {
                 continue;
             }
@@ -163,8 +162,7 @@ static int leaf(rotor_frontier_t *self, int64_t i, rotor_points_t *points) {
         return ret;
     }
     rotor_point_t *taken = frontier_take(self, 1);
-    taken->bytes = i == c->n ? rotor_chain_need_loss(c)
-                             : rotor_max(rotor_chain_need_fe(c, i, i), rotor_chain_need_b(c, i, i));
+    taken->bytes = i == c->n ? rotor_chain_need_loss(c) : rotor_chain_need_tape(c, i, i);
     taken->excess = 0;
     *points = (rotor_points_t){.points = taken, .count = 1};
     return ROTOR_OK;
@@ -176,8 +174,7 @@ static int interval(rotor_frontier_t *self, rotor_envelope_t *work, int64_t i, i
 
     rotor_envelope_clear(work);
     rotor_envelope_add(work, at(self, i + 1, l), c->xbar[i], NULL, 0,
-                       rotor_max(rotor_chain_need_fe(c, i, l), rotor_chain_need_b(c, i, l)),
-                       limit);
+                       rotor_chain_need_tape(c, i, l), limit);
     int64_t need = 0;
     for (int64_t j = i + 1; j <= l; j++) {
         need = rotor_max(need, rotor_chain_need_fn(c, i, l, j - 1));
@@ -322,7 +319,7 @@ static rotor_choice_t frontier_choose(const void *solver, int64_t i, int64_t l, 
     const rotor_frontier_t *s = solver;
     const rotor_chain_t *c = s->chain;
     int64_t unused;
-    int64_t need = rotor_max(rotor_chain_need_fe(c, i, l), rotor_chain_need_b(c, i, l));
+    int64_t need = rotor_chain_need_tape(c, i, l);
     int64_t wanted = excess_at(at(s, i, l), m, &m);
 
     if (m >= need && excess_at(at(s, i + 1, l), m - c->xbar[i], &unused) == wanted) {

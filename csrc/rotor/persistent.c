@@ -18,8 +18,7 @@ static int32_t persistent_to_slots(const rotor_persistent_t *s, int64_t bytes) {
 }
 
 static int64_t step_need(const rotor_persistent_t *s, int64_t i, int64_t l) {
-    return persistent_to_slots(
-        s, rotor_max(rotor_chain_need_fe(s->chain, i, l), rotor_chain_need_b(s->chain, i, l)));
+    return persistent_to_slots(s, rotor_chain_need_tape(s->chain, i, l));
 }
 
 /* Facts kept from one split of an interval to the next, as j grows. */
@@ -115,17 +114,11 @@ static int fill_bounds(rotor_persistent_t *s, const rotor_callback_t *callback, 
     return ROTOR_OK;
 }
 
-static int persistent_allocate(rotor_persistent_t *s) {
-    int64_t cells = rotor_cells(s->chain->n);
-    s->lo = rotor_malloc_array(cells, sizeof(*s->lo));
-    s->hi = rotor_malloc_array(cells, sizeof(*s->hi));
-    s->offset = rotor_malloc_array(cells, sizeof(*s->offset));
-    s->forward_need = rotor_malloc_array(cells, sizeof(*s->forward_need));
-    s->x = rotor_malloc_array(s->chain->n + 1, sizeof(*s->x));
-    s->xbar = rotor_malloc_array(s->chain->n, sizeof(*s->xbar));
-    bool complete = s->lo != NULL && s->hi != NULL && s->offset != NULL &&
-                    s->forward_need != NULL && s->x != NULL && s->xbar != NULL;
-    return complete ? ROTOR_OK : ROTOR_ERR_NO_MEMORY;
+static int persistent_arrays(rotor_persistent_t *s, int64_t n, bool is_new) {
+    int64_t cells = rotor_cells(n);
+    return ROTOR_ARRAYS(is_new,
+        ROTOR_ARRAY(s->lo, cells), ROTOR_ARRAY(s->hi, cells), ROTOR_ARRAY(s->offset, cells),
+        ROTOR_ARRAY(s->forward_need, cells), ROTOR_ARRAY(s->x, n + 1), ROTOR_ARRAY(s->xbar, n));
 }
 
 static int allocate_values(rotor_persistent_t *s, int64_t count, enum rotor_precision precision,
@@ -167,7 +160,7 @@ int rotor_persistent_fill(rotor_persistent_t *self, const rotor_chain_t *chain, 
     self->chain = chain;
     self->budget = budget - chain->x[0];
     self->slots = slots;
-    ret = persistent_allocate(self);
+    ret = persistent_arrays(self, chain->n, true);
     if (ret != ROTOR_OK) {
         goto out;
     }
@@ -193,12 +186,7 @@ out:
 }
 
 void rotor_persistent_free(rotor_persistent_t *self) {
-    rotor_free(self->lo);
-    rotor_free(self->hi);
-    rotor_free(self->offset);
-    rotor_free(self->forward_need);
-    rotor_free(self->x);
-    rotor_free(self->xbar);
+    (void)persistent_arrays(self, 0, false);
     rotor_free(self->values);
     memset(self, 0, sizeof(*self));
 }
@@ -352,17 +340,13 @@ typedef struct {
     const int64_t *lo; /* [rotor_cells(n)] bytes */
 } minimum_t;
 
-static int64_t step_need_bytes(const rotor_chain_t *c, int64_t i, int64_t l) {
-    return rotor_max(rotor_chain_need_fe(c, i, l), rotor_chain_need_b(c, i, l));
-}
-
 static rotor_choice_t choose_minimum(const void *solver, int64_t i, int64_t l, int64_t m) {
     const minimum_t *s = solver;
     const rotor_chain_t *c = s->chain;
     int64_t n = c->n;
     int64_t need = 0;
 
-    if (m >= step_need_bytes(c, i, l) && m - c->xbar[i] >= s->lo[rotor_cell(n, i + 1, l)]) {
+    if (m >= rotor_chain_need_tape(c, i, l) && m - c->xbar[i] >= s->lo[rotor_cell(n, i + 1, l)]) {
         return (rotor_choice_t){.j = i, .first = m - c->xbar[i], .second = 0};
     }
     int64_t j = i + 1;
@@ -392,11 +376,12 @@ int rotor_persistent_minimum(const rotor_chain_t *chain, int64_t max_table_bytes
         return ROTOR_ERR_NO_MEMORY;
     }
     for (int64_t i = n; i >= 0; i--) {
-        lo[rotor_cell(n, i, i)] = i == n ? rotor_chain_need_loss(c) : step_need_bytes(c, i, i);
+        lo[rotor_cell(n, i, i)] =
+            i == n ? rotor_chain_need_loss(c) : rotor_chain_need_tape(c, i, i);
         for (int64_t l = i + 1; l <= n; l++) {
             int64_t cell_a = rotor_cell(n, i + 1, l);
             int64_t cell_b = rotor_cell(n, i, i);
-            int64_t least = rotor_max(step_need_bytes(c, i, l), lo[cell_a] + c->xbar[i]);
+            int64_t least = rotor_max(rotor_chain_need_tape(c, i, l), lo[cell_a] + c->xbar[i]);
             int64_t need = 0;
             for (int64_t j = i + 1; j <= l; j++) {
                 need = rotor_max(need, rotor_chain_need_fn(c, i, l, j - 1));

@@ -120,24 +120,12 @@ static frontier_t *frontier_of(const rotor_revolve_t *t, int64_t i, int64_t l) {
     return t->frontiers + l * (l + 1) / 2 + i;
 }
 
-static int revolve_reserve(rotor_revolve_t *t, int64_t count, size_t size, void **block) {
-    size_t bytes;
-    int ret = rotor_array_bytes(count, size, &bytes);
-    if (ret != ROTOR_OK || bytes > (size_t)INT64_MAX ||
-        (int64_t)bytes > t->max_table_bytes - t->table_bytes) {
-        return ROTOR_ERR_TABLE_TOO_LARGE;
-    }
-    *block = rotor_malloc(bytes);
-    if (*block == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    t->table_bytes += (int64_t)bytes;
-    return ROTOR_OK;
+static int revolve_reserve(rotor_revolve_t *t, int64_t count, size_t size, void *place) {
+    return rotor_malloc_part(count, size, t->max_table_bytes, &t->table_bytes, place);
 }
 
 /* Makes room for `capacity` points; what was in the list is lost. */
 static int list_reserve(rotor_revolve_t *t, list_t *list, int64_t capacity) {
-    void *block = NULL;
     list->count = 0;
     if (capacity <= list->capacity) {
         return ROTOR_OK;
@@ -145,10 +133,8 @@ static int list_reserve(rotor_revolve_t *t, list_t *list, int64_t capacity) {
     rotor_free(list->points);
     t->table_bytes -= list->capacity * (int64_t)sizeof(point_t);
     *list = (list_t){.points = NULL, .count = 0, .capacity = 0};
-    int ret = revolve_reserve(t, 2 * capacity, sizeof(point_t), &block);
-    if (ret == ROTOR_OK) {
-        *list = (list_t){.points = block, .count = 0, .capacity = 2 * capacity};
-    }
+    int ret = revolve_reserve(t, 2 * capacity, sizeof(point_t), &list->points);
+    list->capacity = ret == ROTOR_OK ? 2 * capacity : 0;
     return ret;
 }
 
@@ -195,7 +181,7 @@ static int64_t need_leaf(const rotor_chain_t *c, int64_t i, int64_t l) {
     if (i < l && !(i == c->n - 1 && l == c->n)) {
         return ROTOR_NEVER;
     }
-    int64_t need = rotor_max(rotor_chain_need_fe(c, i, l), rotor_chain_need_b(c, i, l));
+    int64_t need = rotor_chain_need_tape(c, i, l);
     return i == l ? need : rotor_max(need, c->xbar[i] + rotor_chain_need_loss(c));
 }
 
@@ -288,7 +274,6 @@ static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *curr
     frontier_t *frontier = frontier_of(t, i, l);
     int64_t leaf = need_leaf(c, i, l);
     int64_t need = 0;
-    void *block = NULL;
     int ret = list_reserve(t, current, 1);
 
     if (ret == ROTOR_OK && leaf < ROTOR_NEVER) {
@@ -320,11 +305,10 @@ static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *curr
         }
     }
     if (ret == ROTOR_OK) {
-        ret = revolve_reserve(t, current->count, sizeof(point_t), &block);
+        ret = revolve_reserve(t, current->count, sizeof(point_t), &frontier->points);
     }
     if (ret == ROTOR_OK) {
-        memcpy(block, current->points, (size_t)current->count * sizeof(point_t));
-        frontier->points = block;
+        memcpy(frontier->points, current->points, (size_t)current->count * sizeof(point_t));
         frontier->count = current->count;
     }
     return ret;
@@ -333,14 +317,10 @@ static int solve_interval(rotor_revolve_t *t, int64_t i, int64_t l, list_t *curr
 static int make_curve(rotor_revolve_t *t) {
     const frontier_t *root = frontier_of(t, 0, t->chain->n);
     int64_t ideal = rotor_chain_ideal_ns(t->chain);
-    void *bytes = NULL;
-    void *ns = NULL;
-    int ret = revolve_reserve(t, root->count, sizeof(int64_t), &bytes);
+    int ret = revolve_reserve(t, root->count, sizeof(int64_t), &t->curve_bytes);
 
-    t->curve_bytes = bytes;
     if (ret == ROTOR_OK) {
-        ret = revolve_reserve(t, root->count, sizeof(int64_t), &ns);
-        t->curve_ns = ns;
+        ret = revolve_reserve(t, root->count, sizeof(int64_t), &t->curve_ns);
     }
     if (ret == ROTOR_OK) {
         t->curve_count = root->count;
@@ -373,7 +353,6 @@ int rotor_revolve_solve(rotor_revolve_t *self, const rotor_chain_t *chain, int64
     int64_t intervals = (n + 1) * (n + 2) / 2;
     list_t current = {.points = NULL, .count = 0, .capacity = 0};
     list_t next = {.points = NULL, .count = 0, .capacity = 0};
-    void *block = NULL;
     int ret;
 
     rotor_revolve_init(self);
@@ -387,11 +366,10 @@ int rotor_revolve_solve(rotor_revolve_t *self, const rotor_chain_t *chain, int64
     }
     self->chain = chain;
     self->max_table_bytes = max_table_bytes;
-    ret = revolve_reserve(self, intervals, sizeof(*self->frontiers), &block);
+    ret = revolve_reserve(self, intervals, sizeof(*self->frontiers), &self->frontiers);
     if (ret != ROTOR_OK) {
         goto out;
     }
-    self->frontiers = block;
     memset(self->frontiers, 0, (size_t)intervals * sizeof(*self->frontiers));
     for (int64_t l = 0; l <= n && ret == ROTOR_OK; l++) {
         for (int64_t i = l; i >= 0 && ret == ROTOR_OK; i--) {
