@@ -48,6 +48,10 @@ static const char awkward[] =
     "{'ALIAS':-1,'INSTRUCTION':'ALIAS','NAME':'\\\\/\\b\\f\\r\\t'}\n"
     "{'ARGS':['\\\\/\\b\\f\\r\\t'],'INSTRUCTION':'MUTATE','MUTATE':['0'],'NAME':'m','TIME':3}";
 
+static int feed(rotor_log_t *log, const char *text, rotor_log_error_t *error) {
+    return rotor_log_feed(log, text, (int64_t)strlen(text), NULL, error);
+}
+
 static int feed_pieces(rotor_log_t *log, const char *text, int64_t length, int64_t piece,
                        rotor_log_error_t *error) {
     int ret = ROTOR_OK;
@@ -197,7 +201,7 @@ static void ends_on_three_conditions(void) {
         rotor_log_t log;
         rotor_log_error_t error;
         CHECK(rotor_log_init(&log, true) == ROTOR_OK);
-        CHECK(rotor_log_feed(&log, text, (int64_t)strlen(text), NULL, &error) == ROTOR_OK);
+        CHECK(feed(&log, text, &error) == ROTOR_OK);
         CHECK(rotor_log_finish(&log, (enum rotor_output_condition)condition, &error) == ROTOR_OK);
         CHECK(log.command_count == (condition == ROTOR_REMATERIALIZE ? 16 : 12));
         /* w and b share a storage; d is the other. */
@@ -214,7 +218,7 @@ static void grows_while_it_is_read(void) {
     rotor_log_error_t error;
     const char *text = quoted(CONSTANT("w", 1));
     CHECK(rotor_log_init(&log, true) == ROTOR_OK);
-    CHECK(rotor_log_feed(&log, text, (int64_t)strlen(text), NULL, &error) == ROTOR_OK);
+    CHECK(feed(&log, text, &error) == ROTOR_OK);
     CHECK(log.command_count == 2 && rotor_log_lookup(&log, "w", 1) == 0);
     for (int k = 0; k < 500; k++) {
         char line[128];
@@ -235,6 +239,7 @@ typedef struct {
 } wrong_t;
 
 #define W CONSTANT("w", 8)
+#define NAMED "{'INSTRUCTION':'CONSTANT','NAME':'w'}\n"
 #define CALLED W CALL("f", "'w'", "'a','b'", 1)
 
 static const wrong_t wrong[] = {
@@ -285,12 +290,12 @@ static const wrong_t wrong[] = {
     {W W, 3, "\"w\" is defined already"},
     {W RELEASE("w") W, 4, "\"w\" is defined already"},
     {"{'INSTRUCTION':'CONSTANT','NAME':'w'}\n", 1, "the log ends here, expected MEMORY of \"w\""},
-    {"{'INSTRUCTION':'CONSTANT','NAME':'w'}\n" RELEASE("w"), 2, "found RELEASE, expected MEMORY"},
-    {"{'INSTRUCTION':'CONSTANT','NAME':'w'}\n" RESULT("v", 1, -1), 2,
+    {NAMED RELEASE("w"), 2, "found RELEASE, expected MEMORY"},
+    {NAMED RESULT("v", 1, -1), 2,
      "found MEMORY of \"v\", expected MEMORY of \"w\", a CONSTANT"},
     {W RESULT("w", 1, -1), 3, "follows nothing"},
     {W "{'INSTRUCTION':'ALIAS','NAME':'w','ALIAS':'-1'}\n", 3, "follows nothing"},
-    {"{'INSTRUCTION':'CONSTANT','NAME':'w'}\n{'INSTRUCTION':'MEMORY','NAME':'w'}\n", 2,
+    {NAMED "{'INSTRUCTION':'MEMORY','NAME':'w'}\n", 2,
      "no MEMORY; expected it in MEMORY"},
     {CONSTANT("w", -1), 2, "\"-1\", too small; expected an integer from 0 to 4398046511104"},
     {CONSTANT("w", 4398046511105), 2, "too large"},
@@ -300,12 +305,10 @@ static const wrong_t wrong[] = {
     {CONSTANT("w", ), 2, "expected an integer"},
     {CONSTANT("w", -), 2, "expected an integer"},
     {CONSTANT("w", 1 2), 2, "expected an integer"},
-    {"{'INSTRUCTION':'CONSTANT','NAME':'w'}\n"
-     "{'INSTRUCTION':'MEMORY','NAME':'w','MEMORY':12.0}\n",
-     2, "a decimal number, \"12.0\"; expected an integer"},
-    {"{'INSTRUCTION':'CONSTANT','NAME':'w'}\n"
-     "{'INSTRUCTION':'MEMORY','NAME':'w','MEMORY':[1]}\n",
-     2, "an array; expected an integer"},
+    {NAMED "{'INSTRUCTION':'MEMORY','NAME':'w','MEMORY':12.0}\n", 2,
+     "a decimal number, \"12.0\"; expected an integer"},
+    {NAMED "{'INSTRUCTION':'MEMORY','NAME':'w','MEMORY':[1]}\n", 2,
+     "an array; expected an integer"},
     {CALL("f", "'x'", "'a'", 1), 1, "\"x\" in CALL is not defined"},
     {CALL("f", "7", "'a'", 1), 1, "ARGS in CALL has an integer"},
     {CALL("f", "", "7", 1), 1, "RESULT in CALL has an integer"},
@@ -378,12 +381,9 @@ static void a_failed_line_changes_nothing(void) {
     for (size_t k = 0; k < sizeof(lines) / sizeof(lines[0]); k++) {
         rotor_log_t log;
         rotor_log_error_t error;
-        const char *text = quoted(program);
         CHECK(rotor_log_init(&log, true) == ROTOR_OK);
-        CHECK(rotor_log_feed(&log, text, (int64_t)strlen(text), NULL, &error) == ROTOR_OK);
-        text = quoted(lines[k]);
-        CHECK(rotor_log_feed(&log, text, (int64_t)strlen(text), NULL, &error) ==
-              ROTOR_ERR_FORMAT);
+        CHECK(feed(&log, quoted(program), &error) == ROTOR_OK);
+        CHECK(feed(&log, quoted(lines[k]), &error) == ROTOR_ERR_FORMAT);
         CHECK(error.line == 20 && log.line_count == 19 && log.command_count == 12);
         CHECK(log.graph.operation_count == 4 && log.graph.tensor_count == 5);
         CHECK(rotor_log_references(&log, 0) == 1 && rotor_log_lookup(&log, "x", 1) == -1);
@@ -397,10 +397,10 @@ static void check_sums(const char *first, const char *repeated, const char *mess
     int ret = ROTOR_OK;
     const char *text = quoted(first);
     CHECK(rotor_log_init(&log, true) == ROTOR_OK);
-    CHECK(rotor_log_feed(&log, text, (int64_t)strlen(text), NULL, &error) == ROTOR_OK);
+    CHECK(feed(&log, text, &error) == ROTOR_OK);
     text = quoted(repeated);
     for (int k = 0; k < (1 << 19) && ret == ROTOR_OK; k++) {
-        ret = rotor_log_feed(&log, text, (int64_t)strlen(text), NULL, &error);
+        ret = feed(&log, text, &error);
     }
     CHECK(ret == ROTOR_ERR_FORMAT && strstr(error.message, message) != NULL);
     CHECK(log.graph.operation_count >= 1 << 19);

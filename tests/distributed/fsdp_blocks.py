@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fsdp_models import (
     BLOCKS,
     DEVICE,
@@ -20,10 +19,11 @@ from fsdp_models import (
     batch,
     compare,
     differences,
-    forget_iteration,
+    in_order,
     kept,
     on_all,
     peak_of,
+    ranks_that_differ,
     refused,
     squares,
     with_loss,
@@ -101,17 +101,7 @@ def peaks(plain: Any, planned: Any, limit: int, share: float = 0.8) -> list[str]
 
 def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
     """Both are trained, under the least limit and under one in the middle; both are kept."""
-    plain = shard(Network(), root=root, reshard_after_forward=reshard)
-    model = Network()
-    if shard_first:
-        planned = rotor.Checkpointable(
-            shard(model, root=root, reshard_after_forward=reshard), batch(0), "1GB"
-        )
-    else:
-        planned = rotor.Checkpointable(model)
-        shard(planned, root=root, reshard_after_forward=reshard)
-        planned.measure(batch(0))
-        planned.compute_sequence(mem_limit="1GB")
+    plain, planned = in_order(Network, shard, shard_first, root=root, reshard_after_forward=reshard)
     found = [] if not is_slower(planned) else ["recomputed within 1 GB"]
     if any(p.grad is not None for p in planned.parameters()):
         return ["measuring left gradients"]
@@ -268,29 +258,6 @@ def captured_loss() -> list[str]:
     return with_loss(plain, planned, tighten) + same_choices(planned)
 
 
-def ranks_that_differ() -> list[str]:
-    """Batches of other sizes, limits, and no batch at all on one rank."""
-    rank = dist.get_rank()
-    plain, planned = shard(Network()), rotor.Checkpointable(shard(Network()))
-    planned.measure(batch(0))
-    limit = tighten(planned)
-    planned.compute_sequence(mem_limit=limit + (1 - rank) * 200_000)
-    found = same_choices(planned)
-    if planned.plan.limit_bytes != limit:
-        found.append("the least limit does not hold")
-    planned.mem_limit = 2 * limit
-    for model in (plain, planned):
-        torch.manual_seed(3)
-        model(batch(0)).sum().backward()
-        model(batch(1, rows=256 + 32 * rank)).sum().backward()
-    found += differences(plain, planned) + same_choices(planned)
-    kind, words = (ValueError, "no tensor") if rank else (rotor.common.ranks.RankError, "rank 1")
-    found += refused(lambda: planned(None if rank else batch(0)), kind, words)
-    for model in (plain, planned.module):
-        forget_iteration(model)
-    return found
-
-
 def shared_memory() -> list[str]:
     """Without a limit, the processes of one machine share what is free."""
     planned = rotor.Checkpointable(shard(Network()))
@@ -378,7 +345,9 @@ BLOCK_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "blocks: unusual": unusual_blocks,
     "blocks: precision": precision,
     "blocks: captured loss": captured_loss,
-    "blocks: ranks that differ": ranks_that_differ,
+    "blocks: ranks that differ": lambda: ranks_that_differ(
+        shard(Network()), shard(Network()), tighten, same_choices, 200_000, None
+    ),
     "blocks: shared memory": shared_memory,
     "blocks: refusals": refusals,
     "blocks: evaluation": evaluation,

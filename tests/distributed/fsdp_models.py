@@ -207,6 +207,51 @@ def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> list[
     return [f"nothing was refused, expected {words!r}"]
 
 
+def in_order(
+    make: Callable[[], nn.Module], shard: Callable[..., Any], shard_first: bool, **options: Any
+) -> tuple[Any, rotor.Checkpointable]:
+    """Return a plain sharded model and a planned one, sharded before or after it is wrapped."""
+    plain, model = shard(make(), **options), make()
+    if shard_first:
+        planned = rotor.Checkpointable(shard(model, **options), batch(0), "1GB")
+    else:
+        planned = rotor.Checkpointable(model)
+        shard(planned, **options)
+        planned.measure(batch(0))
+        planned.compute_sequence(mem_limit="1GB")
+    return plain, planned
+
+
+def ranks_that_differ(
+    plain: Any,
+    module: Any,
+    tighten: Callable[[rotor.Checkpointable], int],
+    same: Callable[[rotor.Checkpointable], list[str]],
+    more: int,
+    nothing: Any,
+) -> list[str]:
+    """Batches of other sizes, limits, and no batch at all on one rank."""
+    rank = dist.get_rank()
+    planned = rotor.Checkpointable(module)
+    planned.measure(batch(0))
+    limit = tighten(planned)
+    planned.compute_sequence(mem_limit=limit + (1 - rank) * more)
+    found = same(planned)
+    if planned.plan.limit_bytes != limit:
+        found.append("the least limit does not hold")
+    planned.mem_limit = 2 * limit
+    for model in (plain, planned):
+        torch.manual_seed(3)
+        model(batch(0)).sum().backward()
+        model(batch(1, rows=256 + 32 * rank)).sum().backward()
+    found += differences(plain, planned) + same(planned)
+    kind, words = (ValueError, "no tensor") if rank else (rotor.common.ranks.RankError, "rank 1")
+    found += refused(lambda: planned(nothing if rank else batch(0)), kind, words)
+    for model in (plain, module):
+        forget_iteration(model)
+    return found
+
+
 def forget_iteration(model: Any) -> None:
     """Forget a step that was not finished, where FSDP2 can be told to: from PyTorch 2.13 on."""
     getattr(model, "reset_iter_state", lambda: None)()

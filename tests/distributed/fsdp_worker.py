@@ -27,10 +27,11 @@ from fsdp_models import (
     batch,
     compare,
     differences,
-    forget_iteration,
+    in_order,
     kept,
     make_model,
     peak_of,
+    ranks_that_differ,
     refused,
     run,
     same_plans,
@@ -55,16 +56,9 @@ from rotor._pytorch.fsdp import Unit
 
 def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
     """Both are trained, by the plain and by the planned model; the limit is kept."""
-    plain = shard(make_model(), root=root, reshard_after_forward=reshard)
-    model = make_model()
-    if shard_first:
-        planned = rotor.Checkpointable(
-            shard(model, root=root, reshard_after_forward=reshard), batch(0), "1GB"
-        )
-    else:
-        planned = rotor.Checkpointable(model)
-        shard(planned, root=root, reshard_after_forward=reshard)
-        planned.measure(batch(0))
+    plain, planned = in_order(
+        make_model, shard, shard_first, root=root, reshard_after_forward=reshard
+    )
     if any(p.grad is not None for p in planned.parameters()):
         return ["measuring left gradients"]
     limit = tighten(planned)
@@ -238,31 +232,6 @@ def captured_loss() -> list[str]:
     return with_loss(plain, planned, tighten) + same_plans(planned)
 
 
-def ranks_that_differ() -> list[str]:
-    """Batches of other sizes, limits, and no batch at all on one rank."""
-    rank = dist.get_rank()
-    plain, planned = (shard(make_model(), root=True) for _ in range(2))
-    planned = rotor.Checkpointable(planned)
-    planned.measure(batch(0))
-    limit = tighten(planned)
-    planned.compute_sequence(mem_limit=limit + (1 - rank) * 50_000)
-    found = same_plans(planned)
-    if planned.plan.limit_bytes != limit:
-        found.append("the least limit does not hold")
-    planned.mem_limit = 2 * limit
-    for model in (plain, planned):
-        torch.manual_seed(3)
-        model(batch(0)).sum().backward()
-        model(batch(1, rows=256 + 32 * rank)).sum().backward()
-    found += differences(plain, planned) + same_plans(planned)
-    nothing = {} if rank else batch(0)
-    kind, words = (ValueError, "no tensor") if rank else (rotor.common.ranks.RankError, "rank 1")
-    found += refused(lambda: planned(nothing), kind, words)
-    for model in (plain, planned.module):
-        forget_iteration(model)
-    return found
-
-
 def evaluation() -> list[str]:
     plain, planned = shard(make_model(), root=True), rotor.Checkpointable(make_model(), batch(0))
     shard(planned, root=True)
@@ -344,7 +313,14 @@ CHAIN_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "sharded after planning": sharded_after_planning,
     "unusual stages": unusual_stages,
     "captured loss": captured_loss,
-    "ranks that differ": ranks_that_differ,
+    "ranks that differ": lambda: ranks_that_differ(
+        shard(make_model(), root=True),
+        shard(make_model(), root=True),
+        tighten,
+        same_plans,
+        50_000,
+        {},
+    ),
     "evaluation": evaluation,
     "replicas share plans": replicas_share_plans,
     "refusals": refusals,
