@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from rotor.engines.parts.plan import fastest
 from rotor.graph.assembly import choose, least_bytes, simulate
 
 WIDTH, ROWS = 64, 512
+MIXED = "ffofoorf"
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 ALL = 1 << 30
 PLACES = [f"rotor.engines.parts.{module}.choose_within" for module in ("pieced", "plan")]
@@ -57,7 +59,7 @@ def model_of(*stages):
 
 def mixed():
     """Two captured stages, one that is not, a captured one, two that are not, a captured one."""
-    return model_of(*"ffofoorf")
+    return model_of(*MIXED)
 
 
 def trained(model, call, steps=3, x=X, context=None):
@@ -104,12 +106,6 @@ def keeping(plan):
     ]
 
 
-@pytest.fixture
-def forced(monkeypatch):
-    """Parts whatever the chain recomputes."""
-    monkeypatch.setattr("rotor.engines.sequential.recomputation_of", lambda chain: 9.0)
-
-
 def limited(chk, limit):
     """Have the next step planned under another limit, with what the steps so far have taught."""
     chk.mem_limit = limit
@@ -130,6 +126,44 @@ def squeezed(model, x=X, **options):
     assert least < kept
     limited(chk, (least + kept) // 2)
     return chk
+
+
+@contextmanager
+def parts_are_taken():
+    """Parts whatever the chain recomputes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor.engines.sequential.recomputation_of", lambda chain: 9.0)
+        yield
+
+
+@pytest.fixture
+def forced():
+    with parts_are_taken():
+        yield
+
+
+@pytest.fixture(scope="module")
+def _measured():
+    """Models of which others have been squeezed, by their stages."""
+    return {}
+
+
+@pytest.fixture
+def squeeze(_measured, forced):
+    """Give a plain model of some stages, and a squeezed one, which is measured once."""
+
+    def given(stages):
+        if stages not in _measured:
+            model = model_of(*(Fails() if stage == "e" else stage for stage in stages))
+            chk = squeezed(copy.deepcopy(model))
+            _measured[stages] = model, chk, chk.mem_limit
+        model, chk, limit = _measured[stages]
+        chk.module.load_state_dict(model.state_dict())
+        chk.zero_grad()
+        limited(chk, limit)
+        return copy.deepcopy(model), chk
+
+    return given
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5, 0.4])
@@ -153,9 +187,8 @@ def test_steps_equal_plain_ones_within_the_limit(share, forced):
     assert list(chains_of(plan)) == ["2", "4 to 5+6"]
 
 
-def test_the_limit_decides_between_keeping_and_recomputing(forced):
-    model = mixed()
-    chk = squeezed(copy.deepcopy(model))
+def test_the_limit_decides_between_keeping_and_recomputing(squeeze):
+    model, chk = squeeze(MIXED)
     assert same(trained(chk.module, chk), trained(model, model))
     assert (
         chk.plan.measured_bytes
@@ -177,8 +210,7 @@ def test_the_limit_decides_between_keeping_and_recomputing(forced):
 
 def test_the_plan_with_the_least_recomputation_runs():
     model = mixed()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor.engines.sequential.recomputation_of", lambda chain: 9.0)
+    with parts_are_taken():
         chk = squeezed(copy.deepcopy(model))
     assert same(trained(chk.module, chk), trained(model, model))
     assert chk.plan.measured_bytes <= chk.plan.limit_bytes
@@ -241,9 +273,8 @@ class Fails(Opaque):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("in the recomputation"), KeyboardInterrupt()])
-def test_an_exception_in_a_recomputation_leaves_the_model_as_it_was(error, forced):
-    model = model_of("f", "f", Fails(), "f", "f")
-    chk = squeezed(copy.deepcopy(model))
+def test_an_exception_in_a_recomputation_leaves_the_model_as_it_was(error, squeeze):
+    model, chk = squeeze("ffeff")
     trained(chk.module, chk)
     trained(model, model)
     assert chains_of(chk.plan) == {"2": "recomputed whole"}
@@ -264,9 +295,8 @@ def test_an_exception_in_a_recomputation_leaves_the_model_as_it_was(error, force
     assert chk.plan.measured_bytes <= chk.plan.limit_bytes
 
 
-def test_an_exception_in_a_forward_leaves_the_model_as_it_was(forced):
-    model = model_of("f", "f", Fails(), "f", "f")
-    chk = squeezed(copy.deepcopy(model))
+def test_an_exception_in_a_forward_leaves_the_model_as_it_was(squeeze):
+    model, chk = squeeze("ffeff")
     trained(chk.module, chk)
     trained(model, model)
     ERROR.set(ValueError("in the forward"))
@@ -435,9 +465,8 @@ def test_values_between_stages_are_trees_and_gradients_of_inputs_flow(forced):
 
 
 @pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
-def test_gradients_accumulate(forced):
-    model = mixed()
-    chk = squeezed(copy.deepcopy(model))
+def test_gradients_accumulate(squeeze):
+    model, chk = squeeze(MIXED)
     for module, called in ((model, model), (chk.module, chk)):
         for step in range(9):
             if step % 3 == 0:
@@ -491,9 +520,8 @@ def test_a_stage_that_does_not_repeat_is_kept(forced):
     assert chains_of(chk.plan) == {}
 
 
-def test_the_model_may_run_otherwise_meanwhile(forced):
-    model = mixed()
-    chk = squeezed(copy.deepcopy(model))
+def test_the_model_may_run_otherwise_meanwhile(squeeze):
+    model, chk = squeeze(MIXED)
     trained(chk.module, chk)
     trained(model, model)
     for call, module in ((model, model), (chk, chk.module)):
@@ -507,10 +535,9 @@ def test_the_model_may_run_otherwise_meanwhile(forced):
     assert same(trained(chk.module, chk), trained(model, model))
 
 
-def test_pages_and_traces_name_the_chains(forced, tmp_path):
-    model = mixed()
-    chk = squeezed(model)
-    trained(model, chk)
+def test_pages_and_traces_name_the_chains(squeeze, tmp_path):
+    _, chk = squeeze(MIXED)
+    trained(chk.module, chk)
     assert "recomputed whole" in chk.display().split("compared")[0]
     assert "; not captured: " in chk.report()
     assert "not captured, a chain: 2, 4 to 5+6" in chk.report()
