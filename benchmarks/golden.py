@@ -4,8 +4,8 @@
     python benchmarks/golden.py --update     # write golden.json anew
 
 Models are measured on the simulated device, whose clock follows from the bytes that its kernels
-touch, so that costs are the same on every machine; the file holds for one version of PyTorch. A
-plan is worse where it passes its limit, takes longer, is the dynamic engine's (which has no time
+touch, so that costs are the same on every machine; the file holds for one version of PyTorch, and
+its plans are those after all searches. A plan is worse where it passes its limit, takes longer, is the dynamic engine's (which has no time
 before it runs) and was not, or is refused.
 """
 
@@ -149,6 +149,7 @@ def plans(name: str, device: torch.device) -> Iterator[tuple[str, list[Any]]]:
         mean_square(limited, case, batch)
         if case.accumulates:
             mean_square(limited, case, batch)
+        limited.wait_for_planning()
         most = limited.plan.unlimited_bytes
         for share in case.shares:
             if not case.accumulates:
@@ -160,6 +161,7 @@ def plans(name: str, device: torch.device) -> Iterator[tuple[str, list[Any]]]:
             except rotor.InfeasibleError as error:
                 yield title, ["refused", limit, error.minimum_bytes, 0]
                 continue
+            limited.wait_for_planning()
             plan = limited.plan
             time_ns = 0 if plan.engine == "dynamic" else round(plan.makespan * 1e9)
             yield title, [plan.engine, limit, plan.predicted_bytes, time_ns]
