@@ -5,8 +5,8 @@
 
 Models are measured on the simulated device, whose clock follows from the bytes that its kernels
 touch, so that costs are the same on every machine; the file holds for one version of PyTorch, and
-its plans are those after all searches. A plan is worse where it passes its limit, takes longer, is the dynamic engine's (which has no time
-before it runs) and was not, or is refused.
+its plans are those after all searches. A plan is worse where it passes its limit, takes longer, is
+the dynamic engine's (which has no time before it runs) and was not, or is refused.
 """
 
 from __future__ import annotations
