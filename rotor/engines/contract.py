@@ -469,6 +469,10 @@ class Engine(ABC):
         self.check(given)
         self.settings.options = self.settings.given_options | given
 
+    def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
+        """Return the limit of a step on a device, from the given limit."""
+        return given(device)
+
     def give_up(self, plan: Any, reason: str) -> None:
         """Note that one of `others` cannot run such steps after all: none plans them so again."""
 

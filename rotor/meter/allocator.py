@@ -54,6 +54,10 @@ class OtherThreadError(MeterBusyError):
     """Failure to start a meter, as one of another thread is running: a later attempt succeeds."""
 
 
+class UncountedError(MeterBusyError):
+    """Failure to start a meter that no later attempt mends: the allocator counts no bytes."""
+
+
 def free_bytes(device: torch.device | str) -> int:
     """Return the bytes that this process may still allocate on a device.
 
@@ -478,7 +482,7 @@ class _DeviceMeter(Meter):
                 devices.reset_peak(self.device)
             self._base, self._highest = devices.counters(self.device)
         except RuntimeError as error:
-            raise MeterBusyError(
+            raise UncountedError(
                 f"the allocator of {self.device} counts no bytes ({error}): use PyTorch's own "
                 "caching allocator, not a pluggable one"
             ) from error

@@ -179,9 +179,15 @@ class Driver:
 
     # -- the limit
 
-    def limit_on(self, device: torch.device | None) -> int:
-        """Return the limit of a measured step on a device, planned now."""
+    def limit_of(self, key: Key) -> int:
+        """Return the limit of a measured kind of step, planned now."""
+        engine = self.order.of(key)
+        device = engine.device_of(key)
         assert device is not None
+        return engine.limit_on(device, self.limit_on)
+
+    def limit_on(self, device: torch.device) -> int:
+        """Return the given limit of a step that is planned now."""
         return self.limits.limit_on(device, self.context.latest)
 
     def planned(self) -> Any:
@@ -283,9 +289,8 @@ class Driver:
 
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
         """Plan a measured kind of step."""
-        engine = self.order.of(key)
         try:
-            plan = engine.plan(key, self.limit_on(engine.device_of(key)), reserve_bytes)
+            plan = self.order.of(key).plan(key, self.limit_of(key), reserve_bytes)
         except InfeasibleError as error:
             self.limits.explain(error)
             raise
@@ -387,8 +392,7 @@ class Driver:
             return self.engines[0].load(Key(None, None), source, 0)
         key = self.context.measured_key()
         # A kind of step taken over by another engine has no plan of the first one's form.
-        limit = self.limit_on(self.order.of(key).device_of(key))
-        plan = self.engines[0].load(key, source, limit)
+        plan = self.engines[0].load(key, source, self.limit_of(key))
         return self._install(key, plan).result
 
     # -- running

@@ -14,7 +14,7 @@ from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
 from rotor.engines.contract import Context, Engine
 from rotor.errors import MemoryLimitWarning
-from rotor.meter.allocator import MeterBusyError, OtherThreadError
+from rotor.meter.allocator import MeterBusyError, OtherThreadError, UncountedError
 from rotor.meter.step_meter import cancel_running, is_running
 from rotor.units import exact_bytes
 
@@ -67,9 +67,10 @@ def runs_first(context: Context) -> bool:
 def warn_unmeasured(context: Context, error: MeterBusyError) -> None:
     """Warn of a step of plain PyTorch, as it cannot be measured yet; raise if an engine is set."""
     text = f"this step ran without a limit: {error}"
+    is_named = context.settings.engine != "auto" or context.peers.ranks is not None
     if isinstance(error, OtherThreadError):
         warn_caller(text, MemoryLimitWarning)
-    elif context.settings.engine != "auto" or context.peers.ranks is not None:
+    elif is_named or isinstance(error, UncountedError):
         raise error
     else:
         context.warn(

@@ -137,7 +137,7 @@ def _dispatch(session: Session, func: Any, types: Any, args: Any = (), kwargs: A
         is_view = bool(shares) and all(shares) and not operator.written
         if (is_view or operator.treatment.is_view) and session._bytes.views:
             if operator.treatment.is_fresh:
-                session._see_fresh(args[0])
+                session._see_parts(args[0])
             return func(*args, **(kwargs or {}))
         return _run(session, operator, args, kwargs or {})
 
