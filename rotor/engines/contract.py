@@ -135,10 +135,16 @@ class Call:
     targets: tuple[Any, ...] | None = None
 
     @staticmethod
-    def of_one(
-        args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...] | None
+    def of(
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        targets: tuple[Any, ...] | None,
+        *,
+        is_one: bool,
     ) -> Call:
-        """Return the call of a chain; raise TypeError unless one input is given."""
+        """Return a call; with `is_one`, raise TypeError unless one input is given."""
+        if not is_one:
+            return Call(args, kwargs, targets)
         given = (*args, *kwargs.values())
         if len(given) != 1 or kwargs.keys() - {"inputs", "input", "custom_input"}:
             raise TypeError(

@@ -166,14 +166,11 @@ class SequentialEngine(ChainEngine):
         self._no_parts: dict[Any, str] = {}
         self._compared: dict[Key, Comparison] = {}
         self._hoped: dict[Key, float] = {}
+        self._settled: set[Key] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "others": {},
-            "_samples": {},
-            "_compared": {},
-            "_hoped": {},
-        }
+        empty: dict[str, Any] = {name: {} for name in ("others", "_samples", "_compared", "_hoped")}
+        return super().__getstate__() | empty | {"_settled": set()}
 
     def is_portable(self) -> bool:
         """Return whether a copy of the model shares all state, and all plans are chains'."""
@@ -226,6 +223,7 @@ class SequentialEngine(ChainEngine):
         super().forget(measured)
         for kept in (self._samples, self._reasons, self._no_parts):
             kept.pop(measured, None)
+        self._settled = {key for key in self._settled if key.measured != measured}
         for other in self.others.values():
             other.forget(measured)
 
@@ -239,6 +237,7 @@ class SequentialEngine(ChainEngine):
     def begin_planning(self) -> None:
         """Forget loaded sequences and compiled programs."""
         super().begin_planning()
+        self._settled.clear()
         for other in self.others.values():
             other.begin_planning()
 
@@ -252,9 +251,11 @@ class SequentialEngine(ChainEngine):
         except InfeasibleError as error:
             release(error)
             refusal = error
-        self._compared.pop(key, None)
-        slower = recomputation_of(chain)
-        if self._agreed(slower <= WORTH or self._is_asked_for_chain(key)):
+        slower, is_settled = recomputation_of(chain), key in self._settled
+        if not is_settled:
+            self._compared.pop(key, None)
+            self._hoped.pop(key, None)
+        if self._agreed(is_settled or slower <= WORTH or self._is_asked_for_chain(key)):
             if refusal is not None:
                 raise InfeasibleError(*refusal.args)
             return chain
@@ -443,16 +444,16 @@ class SequentialEngine(ChainEngine):
         if found.engine == "graph" and found.planning.is_final:
             slower = found.program.slowdown - 1
             if slower > self._hoped.pop(found.key, _NEVER) + WORTH:
-                self.give_up(found, _prediction(found.makespan, slower))
-                self._no_parts[found.key.measured] = "not captured: the whole model was"
-                found.outdated = True
+                told = self._compared[found.key].predictions
+                told = told | {"graph": _prediction(found.makespan, slower)}
+                self._compared[found.key] = Comparison("chain", told)
+                self._settled.add(found.key)
+                found.outdated, found.reserve_bytes = True, 0
         return found
 
     def give_up(self, plan: Any, reason: str) -> None:
         """Note that the graph, or the parts, cannot run such steps after all."""
-        name = plan.engine
-        self._lacking(name)[plan.key.measured] = reason
-        self.others[name].forget(plan.key.measured)
+        self._lacking(plan.engine)[plan.key.measured] = reason
 
 
 def recomputation_of(chain: Any) -> float:

@@ -322,8 +322,8 @@ class Checkpointable(ReportingModule):
         InfeasibleError
             The step does not fit in the limit, with ``engine="dynamic"``.
         """
-        make = Call.of_one if self._driver.engines[0].takes_one else Call
-        return self._driver.measure(make(args, kwargs, targets_of(targets)))
+        takes_one = self._driver.engines[0].takes_one
+        return self._driver.measure(Call.of(args, kwargs, targets_of(targets), is_one=takes_one))
 
     @heard
     def measure_sample(self, sample: Any) -> Any:
@@ -555,7 +555,7 @@ class Checkpointable(ReportingModule):
         if self.loss_fn is None and targets is not NO_TARGETS and takes_targets(self.module):
             kwargs["targets"], targets = targets, NO_TARGETS
         given = None if targets is NO_TARGETS else targets_of(targets)
-        call = (Call.of_one if driver.engines[0].takes_one else Call)(args, kwargs, given)
+        call = Call.of(args, kwargs, given, is_one=driver.engines[0].takes_one)
         return driver.step(call) if driver.is_training(call) else driver.plain(call)
 
     forward = ShownForward(core.untraced(heard(forward), _NOT_COMPILED))  # type: ignore[assignment]

@@ -578,6 +578,7 @@ class Driver:
                 if asked is engine:
                     raise
                 asked.give_up(plan, refused.line)
+                engine.forget(plan.key.measured)
                 raise PlanAgain from refused
             _begun.add(self)
             output = with_views(output)

@@ -56,6 +56,8 @@ def test_the_plan_with_less_recomputation_runs(share):
     limit = limit_of(model, share)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit, effort="fast")
     check_steps(chk, model, 2)
+    assert chk.wait_for_planning()
+    check_steps(chk, model, 1)
     chain = chain_of(model)
     chain.compute_sequence(mem_limit=limit)
     slower = chain.plan.sequence.makespan / chain.plan.chain.ideal_time
@@ -77,6 +79,10 @@ def test_the_chain_runs_again_where_a_graphs_search_finds_too_little(monkeypatch
     check_steps(chk, model, 2)
     assert chk.plan.engine == "chain"
     assert "recomputed" in rows_of(chk)["graph"]
+    assert rows_of(chk)["chain"].endswith("runs")
+    chk.mem_limit = limit_of(model, 0.6)  # Another limit asks again.
+    check_steps(chk, model, 1)
+    assert chk.plan.engine == "graph"
 
 
 def test_a_chain_that_recomputes_nothing_is_not_captured(monkeypatch):
