@@ -129,14 +129,18 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(rounded_bytes(size, device) for (device, _), size in sizes.items())
 
 
-_started: ContextVar[tuple[list[Meter], ...]] = ContextVar("started", default=())
+class _Meters(list["Meter"]):
+    """Meters that start in a context; only the context holds them, however it is left."""
+
+
+_started: ContextVar[tuple[weakref.ref[_Meters], ...]] = ContextVar("started", default=())
 
 
 @contextmanager
 def highest_peak() -> Iterator[Callable[[], int]]:
     """Give a function that returns the highest peak of the meters that start in the context."""
-    meters: list[Meter] = []
-    token = _started.set((*_started.get(), meters))
+    meters = _Meters()
+    token = _started.set((*_started.get(), weakref.ref(meters)))
     try:
         yield lambda: max([meter._peak_bytes for meter in meters], default=0)
     finally:
@@ -228,8 +232,10 @@ class Meter(ABC):
             _vacate(self)
             raise
         self._state = "running"
-        for started in _started.get():
-            started.append(self)
+        for reference in _started.get():
+            meters = reference()
+            if meters is not None:
+                meters.append(self)
         return self
 
     def mark(self, name: str) -> None:

@@ -10,8 +10,10 @@ import ast
 import dis
 import functools
 import gc
+import inspect
 import random
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch import nn
 from zoo.models import Asking, Row
 
 import rotor
+from rotor.meter import allocator
 
 HOME = str(Path(rotor.__file__).parent)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -244,6 +247,17 @@ def unheard(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_survives_an_exception_of_rotor(unheard, case, steps):
     attack(case, steps, seed=0, count=3)
+
+
+def test_no_meter_stays_where_planning_was_left_before_its_first_line(unheard):
+    lines, first = inspect.getsourcelines(allocator.highest_peak)
+    line = first + [each.strip() for each in lines].index("try:")
+    inject(limited("dynamic", 0), Stopped, Visit(allocator.__file__, line, 1))
+    meter = allocator.meter("cpu").start()
+    stays = weakref.ref(meter)
+    del meter
+    gc.collect()
+    assert stays() is None
 
 
 @pytest.mark.slow
