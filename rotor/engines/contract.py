@@ -6,12 +6,13 @@ An engine knows how to measure a module, to plan a step under a limit, and to ru
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -185,6 +186,8 @@ class Settings:
         Plain model.
     mem_limit
         Limit in bytes; ``None`` where none was given.
+    budget
+        Most bytes beside new gradients of parameters; ``None`` where none was given.
     total_limit
         Most bytes of the process on the device, or "card"; ``None`` where none was given.
     limit_bytes
@@ -223,6 +226,7 @@ class Settings:
     algorithm_options: dict[str, Any] = field(default_factory=dict)
     unsuited: dict[str, str] = field(default_factory=dict)
     graph_class: Any = None
+    budget: int | None = None
     limit_bytes: int | None = None
     given_options: dict[str, Any] = field(init=False)
 
@@ -251,6 +255,14 @@ class Refusal(NamedTuple):
     """Reasons of all engines that were asked, by name."""
 
 
+class Searches(Protocol):
+    """Background searches for better plans."""
+
+    def finish(self, timeout: float | None) -> bool:
+        """Bring them to their end; return whether that took at most `timeout` seconds."""
+        ...
+
+
 @dataclass
 class Context:
     """State that the engines of one wrapped model share.
@@ -274,6 +286,10 @@ class Context:
         Bytes of the caller's loss by `Key.measured`, for metered steps.
     refusals
         Refusals by `Key.measured`.
+    lacking
+        Reasons against the plans of `Engine.others`, by their name and `Key.measured`.
+    searches
+        Background searches of the engines, which hold them.
     reads
         Plain values among the arguments that captured code reads, by structure of the arguments.
     latest, latest_key
@@ -294,6 +310,8 @@ class Context:
     plans: dict[Key, Any] = field(default_factory=dict)
     learned_loss: dict[Any, int] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
+    lacking: defaultdict[str, dict[Any, str]] = field(default_factory=lambda: defaultdict(dict))
+    searches: weakref.WeakSet[Searches] = field(default_factory=weakref.WeakSet)
     reads: defaultdict[str, Reads] = field(default_factory=lambda: defaultdict(Reads))
     latest: Any = None
     latest_key: Key | None = None
@@ -397,6 +415,8 @@ class Engine(ABC):
     """True to drop measures and plans when modules or parameters of the model are exchanged."""
     plans_ahead: ClassVar[bool] = True
     """True if a plan is known before the first step under it."""
+    is_portable = False
+    """True if measures and plans hold for a copy of the model."""
     others: Mapping[str, Engine] = MappingProxyType({})
     """Engines whose plans this one compares with its own and may give, by `Metered.engine`."""
     takes_one: ClassVar[bool] = False
@@ -420,10 +440,6 @@ class Engine(ABC):
             check_options(options)
         elif options:
             raise TypeError(f"unknown option {next(iter(options))!r}")
-
-    def is_portable(self) -> bool:
-        """Return whether measures and plans hold for a copy of the model."""
-        return False
 
     @abstractmethod
     def key(self, call: Call) -> Key:
@@ -465,22 +481,11 @@ class Engine(ABC):
         """Return the plan of the next step: a better one if a background search has found it."""
         return plan
 
-    def finish_planning(self, timeout: float | None) -> bool:
-        """Wait for background searches; return whether none is left."""
-        return all(other.finish_planning(timeout) for other in self.others.values())
-
     def choose(self, algo: Any, options: dict[str, Any]) -> None:
         """Set the algorithm of the following plans, and their options beside the constructor's."""
         given = options if algo is None else options | {"algo": algo}
         self.check(given)
         self.settings.options = self.settings.given_options | given
-
-    def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
-        """Return the limit of a step on a device, from the given limit."""
-        return given(device)
-
-    def give_up(self, plan: Any, reason: str) -> None:
-        """Note that one of `others` cannot run such steps after all: none plans them so again."""
 
     def try_out(self, key: Key, call: Call) -> None:
         """Raise InfeasibleError if this engine could not keep the limit of another's plan."""

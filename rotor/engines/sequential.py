@@ -80,16 +80,10 @@ class _WholeGraph(GraphEngine):
 
 
 class _ChainParts(PartsEngine):
-    """Captured parts of a chain; reasons against a graph, and measures, are by `Key.measured`."""
+    """Captured parts of a chain, whose measures are by `Key.measured`."""
 
-    def __init__(
-        self,
-        context: Context,
-        reasons: dict[Any, str],
-        inspections: dict[Any, Inspection],
-    ) -> None:
+    def __init__(self, context: Context, inspections: dict[Any, Inspection]) -> None:
         super().__init__(context)
-        self._reasons = reasons
         self._inspections = inspections
 
     def stages_of(self, key: Key) -> MeasuredStages:
@@ -133,7 +127,7 @@ class _ChainParts(PartsEngine):
 
     def reason_of(self, key: Key) -> str:
         """Return the reason for which no single graph exists."""
-        return self._reasons[key.measured]
+        return self.context.lacking["graph"][key.measured]
 
     def announce(self, pieces: Pieces, reason: str) -> None:
         """Log the parts: they are compared with the chain before they run."""
@@ -162,8 +156,6 @@ class SequentialEngine(ChainEngine):
         self.others: dict[str, Any] = {}
         self._is_asked = False
         self._samples: dict[Any, tuple[list[Any], Any]] = {}
-        self._reasons: dict[Any, str] = {}
-        self._no_parts: dict[Any, str] = {}
         self._compared: dict[Key, Comparison] = {}
         self._hoped: dict[Key, float] = {}
         self._settled: set[Key] = set()
@@ -171,11 +163,6 @@ class SequentialEngine(ChainEngine):
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {name: {} for name in ("others", "_samples", "_compared", "_hoped")}
         return super().__getstate__() | empty | {"_settled": set()}
-
-    def is_portable(self) -> bool:
-        """Return whether a copy of the model shares all state, and all plans are chains'."""
-        plans = self.context.plans.values()
-        return super().is_portable() and all(plan.engine == "chain" for plan in plans)
 
     @property
     def graph(self) -> Any:
@@ -209,8 +196,7 @@ class SequentialEngine(ChainEngine):
             return None
         leaves, spec = core.tree_flatten((call.args, call.targets))
         self._samples[key.measured] = [_described(leaf) for leaf in leaves], spec
-        self._reasons.pop(key.measured, None)
-        self._no_parts.pop(key.measured, None)
+        self._take_back_reasons(key.measured)
         try:
             return super().measure(key, call)
         except Untriable as error:
@@ -221,11 +207,15 @@ class SequentialEngine(ChainEngine):
     def forget(self, measured: Any) -> None:
         """Drop the measures of an input."""
         super().forget(measured)
-        for kept in (self._samples, self._reasons, self._no_parts):
-            kept.pop(measured, None)
+        self._samples.pop(measured, None)
+        self._take_back_reasons(measured)
         self._settled = {key for key in self._settled if key.measured != measured}
         for other in self.others.values():
             other.forget(measured)
+
+    def _take_back_reasons(self, measured: Any) -> None:
+        for reasons in self.context.lacking.values():
+            reasons.pop(measured, None)
 
     # -- planning
 
@@ -292,7 +282,7 @@ class SequentialEngine(ChainEngine):
             yield "graph", reason
             return
         for name in ("graph", "parts") if self._sharding is None else ("blocks",):
-            lacking = self._lacking(name)
+            lacking = self.context.lacking[name]
             engine = None
             if key.measured not in lacking:
                 try:
@@ -304,10 +294,6 @@ class SequentialEngine(ChainEngine):
             if key.measured not in lacking:
                 return
 
-    def _lacking(self, name: str) -> dict[Any, str]:
-        """Return the reasons for which there is no graph, or no part, by `Key.measured`."""
-        return self._reasons if name == "graph" else self._no_parts
-
     def _offer(
         self, name: str, engine: Any, key: Key, limit_bytes: int, reserve_bytes: int
     ) -> tuple[_Offer, InfeasibleError | None]:
@@ -317,7 +303,7 @@ class SequentialEngine(ChainEngine):
         try:
             plan = engine.plan(key, limit_bytes, reserve_bytes)
         except CannotPlan as refused:
-            reason = self._lacking(name)[key.measured] = refused.line
+            reason = self.context.lacking[name][key.measured] = refused.line
             return _Offer(name, None, _NEVER, reason), None
         except InfeasibleError as error:
             release(error)
@@ -376,7 +362,7 @@ class SequentialEngine(ChainEngine):
                 self.others[kind] = (
                     _WholeGraph(self.context)
                     if name == "graph"
-                    else _ChainParts(self.context, self._reasons, self._inspections)
+                    else _ChainParts(self.context, self._inspections)
                     if self._sharding is None
                     else ShardedBlocksEngine(self.context, self._sharding)
                 )
@@ -450,10 +436,6 @@ class SequentialEngine(ChainEngine):
                 self._settled.add(found.key)
                 found.outdated, found.reserve_bytes = True, 0
         return found
-
-    def give_up(self, plan: Any, reason: str) -> None:
-        """Note that the graph, or the parts, cannot run such steps after all."""
-        self._lacking(plan.engine)[plan.key.measured] = reason
 
 
 def recomputation_of(chain: Any) -> float:

@@ -10,7 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from rotor.common.calls import sample_call
@@ -113,17 +112,6 @@ class _BudgetEngine(GraphEngine):
     def sets_aside(self) -> bool:
         """True under a budget, which counts all that a program needs but gradients."""
         return self.settings.budget is not None
-
-    def limit_on(self, device: torch.device, given: Callable[[torch.device], int]) -> int:
-        """Return the budget and the gradients that a step makes."""
-        budget = self.settings.budget
-        if budget is None:
-            return given(device)
-        parameters = self.context.module.parameters()
-        absent = [p for p in parameters if p.requires_grad and p.grad is None]
-        gradients = sum(allocator.rounded_bytes(p.nbytes, p.device) for p in absent)
-        self.settings.mem_limit = budget + gradients
-        return budget + gradients
 
     def solve(self) -> _Find:
         """Return the function that finds programs within the budget."""
@@ -236,13 +224,10 @@ class _Budgeted(Settings):
 
     Attributes
     ----------
-    budget
-        In bytes; ``None`` if a limit was given in another way, or none.
     solvers
         Names in `SOLVERS`, of which the fastest program is taken.
     """
 
-    budget: int | None = None
     solvers: tuple[str, ...] = ()
     graph_class: Any = _BudgetEngine
 

@@ -140,10 +140,12 @@ class Driver:
     def __getstate__(self) -> dict[str, Any]:
         engine, context = self.engines[0], self.context
         kept = (engine, dict(context.plans), context.latest, context.latest_key)
+        is_portable = engine.is_portable and context.peers.ranks is None
+        is_portable &= all(self.order.owner(plan) is engine for plan in context.plans.values())
         return {
             "settings": self.settings,
             "warned": context.warned,
-            "kept": kept if engine.is_portable() and context.peers.ranks is None else None,
+            "kept": kept if is_portable else None,
             "learned_loss": dict(context.learned_loss),
         }
 
@@ -181,13 +183,8 @@ class Driver:
 
     def limit_of(self, key: Key) -> int:
         """Return the limit of a measured kind of step, planned now."""
-        engine = self.order.of(key)
-        device = engine.device_of(key)
+        device = self.order.of(key).device_of(key)
         assert device is not None
-        return engine.limit_on(device, self.limit_on)
-
-    def limit_on(self, device: torch.device) -> int:
-        """Return the given limit of a step that is planned now."""
         return self.limits.limit_on(device, self.context.latest)
 
     def planned(self) -> Any:
@@ -376,7 +373,11 @@ class Driver:
 
     def finish_planning(self, timeout: float | None) -> bool:
         """Wait for background searches, some seconds at most; return whether none is left."""
-        return all(engine.finish_planning(timeout) for engine in self.engines)
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(
+            searches.finish(None if end is None else max(end - time.monotonic(), 0))
+            for searches in self.context.searches
+        )
 
     def curve(self, points: int, *, training: bool) -> tuple[Curve, torch.device]:
         """Return step time against limit by the latest measure, and the device of the steps."""
@@ -534,8 +535,9 @@ class Driver:
         """Return the next engine's plan if that engine keeps the limit; ``None`` to make one."""
         context, before = self.context, self.context.refusals.get(key.measured)
         plan.is_over, owner = False, self.order.owner(plan)
-        if (engine := self.order.of(key)) is not owner:
-            engine.give_up(plan, f"needed {format_bytes(plan.measured_bytes or 0)} in a step")
+        if self.order.of(key) is not owner:
+            needed = format_bytes(plan.measured_bytes or 0)
+            context.lacking[plan.engine][plan.key.measured] = f"needed {needed} in a step"
             # What one way to run a step needs beside its plan says nothing about the others.
             plan.outdated, plan.reserve_bytes = True, 0
             return plan
@@ -574,10 +576,9 @@ class Driver:
             try:
                 output, self._is_pending = engine.run(plan, call, start)
             except CannotPlan as refused:
-                asked = self.order.of(plan.key)
-                if asked is engine:
+                if self.order.of(plan.key) is engine:
                     raise
-                asked.give_up(plan, refused.line)
+                self.context.lacking[plan.engine][plan.key.measured] = refused.line
                 engine.forget(plan.key.measured)
                 raise PlanAgain from refused
             _begun.add(self)

@@ -37,7 +37,13 @@ class Limits:
 
     def limit_on(self, device: torch.device, latest: Any) -> int:
         """Return the limit of a step planned now; `latest` is ``None`` before the first plan."""
-        given, room = self._settings.mem_limit, self.room
+        settings = self._settings
+        if settings.budget is not None:
+            parameters = settings.module.parameters()
+            absent = [p for p in parameters if p.requires_grad and p.grad is None]
+            gradients = sum(allocator.rounded_bytes(p.nbytes, p.device) for p in absent)
+            settings.mem_limit = settings.budget + gradients
+        given, room = settings.mem_limit, self.room
         if room is None:
             assert given is not None
             return given

@@ -314,7 +314,7 @@ def test_a_glance_is_exact_but_for_times(limit, verify):
     untested = [c for c in step.costs if c.flags == UNTESTED]
     # What no verified step proves has run twice; the loss is no operation.
     assert len(untested) > 10 if verify == "first" else len(untested) == 1
-    engine_of(chk).finish_planning(None)
+    chk.wait_for_planning()
     flags = [c.flags for c in step.costs]
     before = wrapped(limit, planning="before")
     train(before, rows(), 1)

@@ -92,6 +92,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             context.peers = SharingRanks(self._sharding.ranks)
         self.names = [stage.name for stage in stages]
         self.functions = modules_of(stages)
+        self.is_portable = True
         self.inspection_values: Inspection | None = None
         self.watches: dict[int, tuple[Inspection, StageWatch | None]] = {}
         self._inspections: dict[Any, Inspection] = {}
@@ -107,10 +108,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 "the stages of a chain are always measured here: profile= is for graphs, give "
                 'engine="graph"'
             )
-
-    def is_portable(self) -> bool:
-        """Return whether a copy of the model shares all state of the stages."""
-        return not any(s.state for found in self._inspections.values() for s in found.stages)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "context"}
@@ -189,6 +186,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if merged:
             logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
         self._inspections[key.measured] = inspection
+        # Copies of a model do not share what stages keep outside of its tensors.
+        self.is_portable &= not any(stage.state for stage in inspection.stages)
         self.inspection_values = inspection
         self.names = [stage.name for stage in inspection.stages]
         self.functions = modules_of(inspection.stages)

@@ -87,8 +87,9 @@ class GraphEngine(MeteredEngine):
         self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
-        self.improver = Improver(context)
+        self.improver = Improver(context, self.steps)
         self.shape_improver = ShapeImprover(self.improver)
+        context.searches.update((self.improver, self.shape_improver))
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise if an option is unknown, random numbers may differ, or the profile is invalid.
@@ -360,15 +361,7 @@ class GraphEngine(MeteredEngine):
         """Return the plan of the next step: a better one if a background search has found it."""
         if plan.step.shares_shapes:
             return self.shape_improver.improved(plan) if self.improves else plan
-        return self.improver.improved(plan, call, self.steps[plan.key.measured])
-
-    def finish_planning(self, timeout: float | None) -> bool:
-        """Wait for background searches; return whether none is left."""
-        begun = time.monotonic()
-        if not self.improver.finish(self.steps.__getitem__, timeout):
-            return False
-        spent = time.monotonic() - begun
-        return self.shape_improver.finish(None if timeout is None else max(timeout - spent, 0))
+        return self.improver.improved(plan, call)
 
     def _planned(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any

@@ -154,10 +154,14 @@ class _Search:
 
 
 class Improver:
-    """Background planning of the steps of one engine."""
+    """Background planning of the steps of one engine.
 
-    def __init__(self, context: Context) -> None:
+    `steps` are its captured steps for no existing gradients, by the measured part of their keys.
+    """
+
+    def __init__(self, context: Context, steps: Mapping[Any, CapturedStep]) -> None:
         self.context = context
+        self._steps = steps
         self.executor: Executor = ThreadJob
         """Place where searches run."""
         self.rough: dict[Any, Rough] = {}
@@ -322,11 +326,10 @@ class Improver:
 
     # -- better plans
 
-    def improved(self, plan: GraphPlan, call: Call | None, step: CapturedStep) -> GraphPlan:
+    def improved(self, plan: GraphPlan, call: Call | None) -> GraphPlan:
         """Return the plan of the next step: a better one if it was found meanwhile.
 
-        `call` is that of the next step, whose arguments may be read; None without one. `step` is
-        the captured step for no existing gradients.
+        `call` is that of the next step, whose arguments may be read; None without one.
         """
         search = self._searches.get(plan.key)
         if search is None or search.plan is not plan:
@@ -346,13 +349,13 @@ class Improver:
                 return plan
             job, search.job = search.job, None
             self._collect(search, job)
-        elif self._measures(search, call, step):
+        elif self._measures(search, call):
             pass
         elif search.rounds < MOST_ROUNDS:
             self._start(search)
         return self._installed(plan, search)
 
-    def _measures(self, search: _Search, call: Call | None, step: CapturedStep) -> bool:
+    def _measures(self, search: _Search, call: Call | None) -> bool:
         """Measure a few operations; return whether any were left."""
         rough = self.rough.get(search.key.measured)
         if rough is None:
@@ -363,7 +366,7 @@ class Improver:
         refinement.advance(count, rough.primals(call), search.plan.limit_bytes)
         if refinement.is_done:
             del self.rough[search.key.measured]
-            _take_costs(step, refinement)
+            _take_costs(self._steps[search.key.measured], refinement)
         search.record.seconds += time.thread_time() - begun
         return True
 
@@ -425,11 +428,8 @@ class Improver:
                 self.context.latest = new
         return new
 
-    def finish(self, step_of: Callable[[Any], CapturedStep], timeout: float | None) -> bool:
-        """Bring all searches to their end; return whether that took at most `timeout` seconds.
-
-        `step_of` returns the captured step of the measured part of a key.
-        """
+    def finish(self, timeout: float | None) -> bool:
+        """Bring all searches to their end; return whether that took at most `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         for search in list(self._searches.values()):
             while not search.record.is_final and self.context.is_current(search.plan):
@@ -438,7 +438,7 @@ class Improver:
                     return False
                 if search.job is not None and not search.job.wait(left):
                     return False
-                self.improved(search.plan, None, step_of(search.key.measured))
+                self.improved(search.plan, None)
         return True
 
     def forget(self, measured: Any) -> None:
