@@ -252,7 +252,7 @@ class StepMeter:
         self._done, self._lost, self._passed = done, lost, passed
         self._reserving = reserving
         self._thread = threading.get_ident()
-        self._in_backward = self._is_open = False
+        self._in_backward = self._is_open = self.has_raised = False
         self._forwards = 0
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -285,6 +285,21 @@ class StepMeter:
         self._outputs = [weakref.ref(tensor) for tensor in watched]
         self._old = [(tensor, nbytes) for tensor, nbytes in self._old if tensor() is not None]
 
+    def forward_raised(
+        self, parameters: Iterable[torch.Tensor], passed: Callable[[int], object]
+    ) -> None:
+        """Go on to the end of the next backward, and call `passed` with the peak.
+
+        The caller may train on what the forward had noted: the graph of that references the meter.
+        """
+        self._passed, self._is_open, self.has_raised = passed, True, True
+        for parameter in parameters:
+            if parameter.requires_grad:
+                node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+                node.metadata[type(self)] = self
+        finish = weakref.WeakMethod(self.finish)
+        dispatch.after_last_backward(self._thread, _OPEN, lambda: (end := finish()) and end())
+
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
         if self._meter is not None and not self._meter.is_here:
             self.cancel()
@@ -296,11 +311,12 @@ class StepMeter:
             self._meter.mark("backward")
             if torch.is_grad_enabled():
                 self._is_open = True
-                dispatch.after_last_backward(self._thread, _OPEN, self._finish)
+                dispatch.after_last_backward(self._thread, _OPEN, self.finish)
             else:
-                self._meter.at_end_of_backward(self._finish, self.cancel)
+                self._meter.at_end_of_backward(self.finish, self.cancel)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Stop with a result."""
         if self._meter is None:
             return
         meter, self._meter = self._meter, None
@@ -363,5 +379,5 @@ def cancel_running(*, all_steps: bool = True) -> bool:
     if meter is None or not meter.is_running:
         return False
     if all_steps or not meter.goes_on():
-        meter.cancel()
+        (meter.finish if meter.has_raised else meter.cancel)()
     return True

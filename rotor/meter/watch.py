@@ -149,12 +149,20 @@ def is_due(plan: Metered, parameters: Iterable[Any] = ()) -> bool:
     return due
 
 
-def passing(engine: Any, plan: Any) -> Callable[[int], None]:
-    """Return a function of the peak of a step whose gradients were differentiated.
+DIFFERENTIATED = (
+    "whose gradients were differentiated (create_graph=True)",
+    "what is kept for gradients of gradients",
+)
+RAISED = "whose forward raised an error", "what a caller notes before, and trains on,"
 
-    It warns, and teaches the plan nothing: with a lower one such backwards would need more.
+
+def passing(owner: Any, plan: Any, kind: tuple[str, str] = DIFFERENTIATED) -> Callable[[int], None]:
+    """Return a function of the peak of a step of an unplanned kind: text on it, and why.
+
+    It warns, and teaches the plan nothing: with a lower one such backwards would need more. The
+    owner has the context.
     """
-    myself = weakref.ref(engine)
+    myself = weakref.ref(owner)
 
     def passed(peak_bytes: int) -> None:
         found = myself()
@@ -166,10 +174,9 @@ def passing(engine: Any, plan: Any) -> Callable[[int], None]:
             return
         found.context.rerun_bytes = peak_bytes
         warn_caller(
-            f"a step whose gradients were differentiated (create_graph=True) needed "
-            f"{exact_bytes(peak_bytes)}, and the limit is {exact_bytes(plan.limit_bytes)}: what "
-            "is kept for gradients of gradients is not planned. A limit of as much would do, or "
-            "a smaller batch",
+            f"a step {kind[0]} needed {exact_bytes(peak_bytes)}, and the limit is "
+            f"{exact_bytes(plan.limit_bytes)}: {kind[1]} is not planned. A limit of as much "
+            "would do, or a smaller batch",
             MemoryLimitWarning,
         )
 

@@ -256,6 +256,12 @@ class Attempts:
         self._is_unspoilt = before is not None and before.put_back()
 
 
+def is_of_caller(error: BaseException, engine: Engine, context: Context) -> bool:
+    """Return whether an error of a forward is the caller's own, as far as can be told."""
+    is_last = isinstance(engine, PlainEngine) or not _is_free(context)
+    return is_last and isinstance(error, Exception) and not isinstance(error, _ANSWERS)
+
+
 def is_of_forward(error: Exception, context: Context, call: Call) -> bool:
     """Return whether a forward's own error, of a class of the caller's, ended a step's planning.
 

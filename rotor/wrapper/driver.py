@@ -38,15 +38,16 @@ from rotor.engines.contract import (
     Settings,
 )
 from rotor.engines.peers import Alone, Peers, SharingRanks
+from rotor.engines.plain import PlainEngine, PlainPlan
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
-from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_forward
+from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, is_of_forward
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.limits import Limits
-from rotor.wrapper.metering import observer_of_step
+from rotor.wrapper.metering import end_after_error, observer_of_step
 from rotor.wrapper.order import Order, unused_kinds
 from rotor.wrapper.setting import agree_to_share
 from rotor.wrapper.usage_warnings import (
@@ -444,7 +445,10 @@ class Driver:
         if failed is not None:
             try:
                 # A trial has put back what the caller's code does before it raises.
-                self.plain(call)
+                device = self.context.device_of(call)
+                limit = self.limits.limit_on(device, self.context.latest)
+                plan = PlainPlan(device, limit, "")
+                self._run(plan, call, absent, PlainEngine(self.context))
                 raise failed
             finally:
                 del failed
@@ -557,8 +561,8 @@ class Driver:
         self.context.warn("over", f"{plan.describe_excess()}. {TAKEN_OVER}")
         return taken
 
-    def _run(self, plan: Any, call: Call, absent: Any) -> Any:
-        engine = self.order.owner(plan)
+    def _run(self, plan: Any, call: Call, absent: Any, engine: Engine | None = None) -> Any:
+        engine = engine or self.order.owner(plan)
         before = self._attempts.state_before(engine, call, plan.device, self.context)
         started: list[StepWatch] = []
 
@@ -584,8 +588,9 @@ class Driver:
             _begun.add(self)
             output = with_views(output)
         except BaseException as error:
-            for meter in started:
-                meter.cancel()
+            may_go_on = is_of_caller(error, engine, self.context)
+            while started:
+                end_after_error(started.pop(), self, plan, may_go_on=may_go_on)
             if not isinstance(error, CannotPlan | PlanAgain):
                 self._attempts.put_back(before)
             raise

@@ -9,7 +9,7 @@ from rotor._pytorch import devices
 from rotor.engines.contract import Engine
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch
-from rotor.meter.watch import LevelWatch, PeakWatch, is_due, passing
+from rotor.meter.watch import RAISED, LevelWatch, PeakWatch, is_due, passing
 from rotor.wrapper.announcing import logging_at
 
 
@@ -37,6 +37,17 @@ def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> Ste
         if is_first:
             context.warn("busy", f"this step's memory was not measured: {error}")
         return None
+
+
+def end_after_error(meter: StepWatch, owner: Any, plan: Any, *, may_go_on: bool) -> None:
+    """End the observer of a step whose forward has raised, or have it warn at the backward's end.
+
+    The caller may train on what the forward has noted; the owner has the context.
+    """
+    if may_go_on and isinstance(meter, StepMeter):
+        meter.forward_raised(owner.context.module.parameters(), passing(owner, plan, RAISED))
+    else:
+        meter.cancel()
 
 
 def _meter(engine: Engine, plan: Any, *, is_first: bool) -> StepMeter:

@@ -19,6 +19,7 @@ from training import gradients_of, same
 from zoo.models import Row
 
 import rotor
+from rotor import memory
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.graph.engine import GraphEngine
@@ -365,6 +366,35 @@ def test_what_a_forward_does_before_it_raises_stays(engine):
             model(batch())
         assert len(found) == 1
         assert found[0].requires_grad
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+def test_what_is_noted_before_a_forward_raises_is_metered(engine):
+    class Stop(Exception):
+        """Signal of a hook that has what it wants."""
+
+    def noted(_: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        found.append(output)
+        raise Stop
+
+    def step() -> None:
+        net.zero_grad()
+        found.clear()
+        with pytest.raises(Stop):
+            model(torch.randn(512, WIDTH))
+        found[0].sum().backward()
+
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)])
+    net[6].register_forward_hook(noted)
+    model = rotor.Checkpointable(net, mem_limit=8 * 512 * WIDTH * 4, engine=engine)
+    found: list[torch.Tensor] = []
+    told = [[text for text in heard(step)[1] if "forward raised an" in text] for _ in range(3)]
+    assert [len(texts) for texts in told] == [1, 0, 0]
+    with pytest.raises(Stop):
+        model(batch())
+    found.clear()
+    with memory.meter("cpu"):  # Nothing is metered any more: the step was given up.
+        pass
 
 
 class Advances(nn.Module):
