@@ -3,7 +3,7 @@
 #include "floating.h"
 #include "revolve.h"
 
-/* The solvers around the main ones: floating checkpoints, and Griewank's two. */
+/* The solvers around the main ones: floating checkpoints, and Revolve. */
 
 typedef struct {
     py_chain_t *chain;
@@ -106,64 +106,9 @@ static PyObject *py_revolve(PyObject *module, PyObject *args) {
     return py_schedule(module, ret, false, &sequence);
 }
 
-static void heterogeneous_release(void *table) {
-    rotor_revolve_free(table);
-    rotor_free(table);
-}
-
-static int heterogeneous_sequence(const void *table, int64_t budget, rotor_sequence_t *sequence,
-                                  int64_t *minimum) {
-    return rotor_revolve_sequence(table, budget, sequence, minimum);
-}
-
-static int heterogeneous_curve(const void *table, int64_t *count, const int64_t **bytes,
-                               const int64_t **ns) {
-    const rotor_revolve_t *self = table;
-    *count = self->curve_count;
-    *bytes = self->curve_bytes;
-    *ns = self->curve_ns;
-    return ROTOR_OK;
-}
-
-static const py_table_ops_t heterogeneous_ops = {
-    .release = heterogeneous_release,
-    .sequence = heterogeneous_sequence,
-    .curve = heterogeneous_curve,
-};
-
-PyDoc_STRVAR(heterogeneous_doc,
-             "griewank_heterogeneous(chain, max_table_bytes, progress, /)\n--\n\n"
-             "Return the solved table of the heterogeneous adjoint schedules, for every budget.");
-
-static PyObject *py_griewank_heterogeneous(PyObject *module, PyObject *args) {
-    PyObject *object;
-    long long max_table_bytes;
-    PyObject *progress;
-    py_watch_t watch;
-
-    if (!PyArg_ParseTuple(args, "O!LO", py_state(module)->chain_type, &object, &max_table_bytes,
-                          &progress)) {
-        return NULL;
-    }
-    rotor_revolve_t *table = rotor_malloc(sizeof(*table));
-    if (table == NULL) {
-        return py_raise_status(module, ROTOR_ERR_NO_MEMORY);
-    }
-    py_watch_begin(&watch, progress);
-    int ret = rotor_revolve_solve(table, &((py_chain_t *)object)->chain, max_table_bytes,
-                                  &watch.callback);
-    py_watch_end(&watch);
-    if (ret != ROTOR_OK) {
-        rotor_free(table);
-        return py_raise_status(module, ret);
-    }
-    return py_table_new(module, object, table, &heterogeneous_ops);
-}
-
 static PyMethodDef functions[] = {
     {"floating", py_floating, METH_VARARGS, floating_doc},
     {"floating_curve", py_floating_curve, METH_VARARGS, floating_curve_doc},
-    {"griewank_heterogeneous", py_griewank_heterogeneous, METH_VARARGS, heterogeneous_doc},
     {"revolve", py_revolve, METH_VARARGS, revolve_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -82,22 +82,6 @@ void py_watch_begin(py_watch_t *watch, PyObject *progress);
 void py_watch_end(py_watch_t *watch);
 
 /*
- * A solved table as a Python object (rotor._core.Table): it keeps the chain object alive, and calls
- * these functions of its solver with the GIL held (they are fast) except `release`.
- */
-typedef struct {
-    void (*release)(void *table);
-    /* Appends a schedule within budget; ROTOR_ERR_INFEASIBLE sets *minimum to the least budget. */
-    int (*sequence)(const void *table, int64_t budget, rotor_sequence_t *sequence,
-                    int64_t *minimum);
-    /* Borrowed arrays of *count points, ascending bytes and descending ns; NULL: no curve. */
-    int (*curve)(const void *table, int64_t *count, const int64_t **bytes, const int64_t **ns);
-} py_table_ops_t;
-
-/* Takes ownership of `table`, also when it fails. */
-PyObject *py_table_new(PyObject *module, PyObject *chain, void *table, const py_table_ops_t *ops);
-
-/*
  * A log as a Python object. It may be replayed by many threads at once, or fed by one: `readers`
  * and `is_feeding` are read and changed with the GIL held.
  */

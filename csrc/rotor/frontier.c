@@ -136,16 +136,17 @@ static int fill_limits(rotor_frontier_t *self, const rotor_callback_t *callback,
     rotor_callback_t uncounted = {.keep_going = ask_uncounted, .context = &counted};
     rotor_persistent_t rough;
     int64_t most = ample(c);
+    int64_t limit = self->drops_tapes ? ROTOR_NEVER - 1 : most == 0 ? 0 : -1;
     int ret;
 
     memset(&rough, 0, sizeof(rough));
     for (int64_t k = 0; k < rotor_cells(c->n); k++) {
-        limits[k] = most == 0 ? 0 : -1;
+        limits[k] = limit;
     }
-    limits[rotor_cell(c->n, 0, c->n)] = most;
-    if (most == 0) {
+    if (limit >= 0) {
         return ROTOR_OK;
     }
+    limits[rotor_cell(c->n, 0, c->n)] = most;
     ret = rotor_persistent_fill(&rough, c, most + c->x[0], ROUGH_SLOTS, ROTOR_PRECISION_SINGLE,
                                 self->max_table_bytes, &uncounted);
     if (ret == ROTOR_OK) {
@@ -153,6 +154,11 @@ static int fill_limits(rotor_frontier_t *self, const rotor_callback_t *callback,
     }
     rotor_persistent_free(&rough);
     return ret;
+}
+
+/* True if state (i, l) may begin with Fe(i). */
+static bool may_record(const rotor_frontier_t *self, int64_t i, int64_t l) {
+    return !self->drops_tapes || (i == self->chain->n - 1 && l == self->chain->n);
 }
 
 static int leaf(rotor_frontier_t *self, int64_t i, rotor_points_t *points) {
@@ -173,8 +179,10 @@ static int interval(rotor_frontier_t *self, rotor_envelope_t *work, int64_t i, i
     const rotor_chain_t *c = self->chain;
 
     rotor_envelope_clear(work);
-    rotor_envelope_add(work, at(self, i + 1, l), c->xbar[i], NULL, 0,
-                       rotor_chain_need_tape(c, i, l), limit);
+    if (may_record(self, i, l)) {
+        rotor_envelope_add(work, at(self, i + 1, l), c->xbar[i], NULL, 0,
+                           rotor_chain_need_tape(c, i, l), limit);
+    }
     int64_t need = 0;
     for (int64_t j = i + 1; j <= l; j++) {
         need = rotor_max(need, rotor_chain_need_fn(c, i, l, j - 1));
@@ -218,7 +226,7 @@ static int curve(rotor_frontier_t *self) {
 /* Rows computed together, l outside, so that the frontiers (j, l) stay in the cache. */
 enum { TILE = 8 };
 
-int rotor_frontier_solve(rotor_frontier_t *self, const rotor_chain_t *chain,
+int rotor_frontier_solve(rotor_frontier_t *self, const rotor_chain_t *chain, bool drops_tapes,
                          int64_t max_table_bytes, const rotor_callback_t *callback) {
     int ret;
     int64_t n = chain->n;
@@ -229,7 +237,13 @@ int rotor_frontier_solve(rotor_frontier_t *self, const rotor_chain_t *chain,
 
     memset(self, 0, sizeof(*self));
     self->chain = chain;
+    self->drops_tapes = drops_tapes;
     self->max_table_bytes = max_table_bytes;
+    for (int64_t i = 0; drops_tapes && i < n - 1; i++) {
+        if (chain->once[i] != 0) {
+            return ROTOR_ERR_ONCE;
+        }
+    }
     ret = rotor_envelope_init(&work, n + 1);
     if (ret != ROTOR_OK) {
         goto out;
@@ -320,9 +334,11 @@ static rotor_choice_t frontier_choose(const void *solver, int64_t i, int64_t l, 
     const rotor_chain_t *c = s->chain;
     int64_t unused;
     int64_t need = rotor_chain_need_tape(c, i, l);
-    int64_t wanted = excess_at(at(s, i, l), m, &m);
+    /* The least memory of that value; without tapes, the first split that attains it on all of m. */
+    int64_t wanted = excess_at(at(s, i, l), m, s->drops_tapes ? &unused : &m);
 
-    if (m >= need && excess_at(at(s, i + 1, l), m - c->xbar[i], &unused) == wanted) {
+    if (may_record(s, i, l) && m >= need &&
+        excess_at(at(s, i + 1, l), m - c->xbar[i], &unused) == wanted) {
         return (rotor_choice_t){.j = i, .first = m - c->xbar[i], .second = 0};
     }
     need = 0;

@@ -24,6 +24,7 @@ typedef struct {
     /* input */
     const rotor_chain_t *chain; /* borrowed */
     int64_t max_table_bytes;
+    bool drops_tapes; /* schedules of algorithmic differentiation alone (revolve.h) */
     /* state */
     rotor_points_t *frontiers; /* [rotor_cells(n)]; that of (0, n) falls to 0 */
     void *chunks;              /* list of the allocations that the points lie in */
@@ -34,12 +35,14 @@ typedef struct {
 } rotor_frontier_t;
 
 /*
- * Solves a chain, which must live as long as the table. ROTOR_ERR_TABLE_TOO_LARGE when the table
- * would pass max_table_bytes (checked before each allocation), _NO_MEMORY, _INTERRUPTED,
- * _OVERFLOW (n times the forward times passes 2^62 ns); the table is then empty. The callback is
- * asked at every interval.
+ * Solves a chain, which must live as long as the table. With `drops_tapes` the table has no Fe(i) first
+ * but that of state (n - 1, n): a tape lives from its Fe to the B that follows, but for the loss, at once.
+ * ROTOR_ERR_TABLE_TOO_LARGE when the table would pass max_table_bytes (checked before each allocation),
+ * _NO_MEMORY, _INTERRUPTED, _OVERFLOW (n times the forward times passes 2^62 ns); the table is then empty.
+ * ROTOR_ERR_ONCE where tapes are dropped and a stage but the last runs once. The callback is asked at
+ * every interval.
  */
-int rotor_frontier_solve(rotor_frontier_t *self, const rotor_chain_t *chain,
+int rotor_frontier_solve(rotor_frontier_t *self, const rotor_chain_t *chain, bool drops_tapes,
                          int64_t max_table_bytes, const rotor_callback_t *callback);
 
 void rotor_frontier_free(rotor_frontier_t *self);

@@ -92,6 +92,4 @@ class GriewankHeterogeneous(DynamicAlgorithm):
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return time against memory, exactly."""
-        points = self._table(chain, progress).curve()
-        assert points is not None
-        return curve_of(points)
+        return curve_of(self._table(chain, progress).curve())

@@ -141,9 +141,7 @@ class Persistent(DynamicAlgorithm):
         """
         progress = _part(progress, 0, 1)
         if self.mem_slots is None and (table := self._exact(chain, progress)) is not None:
-            points = table.curve()
-            assert points is not None
-            return curve_of(points)
+            return curve_of(table.curve())
         fastest = next(NoCheckpoint().candidates(chain))
         minimum, _ = self._minimum(chain, 0)
         _, codes = self._minimum(chain, minimum)

@@ -450,7 +450,7 @@ def test_tables_cannot_be_made() -> None:
         _core.Table()
     table = _core.frontier(realistic_chain(random.Random(1), 3).core, AMPLE, None)
     for arguments in ((), (1, 2)):
-        with pytest.raises(TypeError, match="one positional argument"):
+        with pytest.raises(TypeError, match=r"one (positional )?argument"):
             table.sequence(*arguments)
 
 

