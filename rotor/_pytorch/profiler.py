@@ -140,6 +140,7 @@ class _Session:
             if not main_thread.is_current():
                 _ends.thread_end = _ThreadEnd()
             self._trace, self._thread = weakref.ref(trace), threading.get_ident()
+            _callers._prepare_profiler = _prepare_callers
             return True
 
     def set(self, flag: Any, value: Any) -> None:
@@ -157,6 +158,7 @@ class _Session:
             while self._flags:
                 flag, value = self._flags.pop()
                 flag.value = value
+            _callers._prepare_profiler = _prepare
             with self._changed:
                 self._thread, self._trace = 0, _nothing
                 self._changed.notify_all()
@@ -193,6 +195,17 @@ class _Session:
         is_left = self._trace() is None or not core.profiler_enabled_here()
         if self.is_here and is_left and not core.in_backward():
             self.end()
+
+
+_callers: Any = torch.autograd.profiler
+_prepare = _callers._prepare_profiler
+
+
+def _prepare_callers(*args: Any, **kwargs: Any) -> None:
+    """Prepare a profiler of the caller's, to which this thread's session gives way."""
+    if _session.is_here and not core.in_backward():
+        _session.drop()
+    _prepare(*args, **kwargs)
 
 
 def _nothing() -> None:
@@ -283,7 +296,10 @@ class AllocationTrace:
     def mark(self, name: str) -> None:
         """Put a name between earlier and later events."""
         autograd = torch._C._autograd
-        autograd._record_function_with_args_exit(autograd._record_function_with_args_enter(name))
+        if self.is_on:
+            autograd._record_function_with_args_exit(
+                autograd._record_function_with_args_enter(name)
+            )
 
     def stop(self) -> Events:
         """End, in the thread that began; return what was recorded."""
@@ -291,13 +307,18 @@ class AllocationTrace:
         return self._on_cpu(result) if self._device_type == "cpu" else self._on_device(result)
 
     @property
+    def is_on(self) -> bool:
+        """True until it is stopped, dropped, or gives way to a profiler of the caller's."""
+        return _session.belongs_to(self)
+
+    @property
     def is_here(self) -> bool:
         """True while it records this thread, whose number may have been another's before."""
-        return _session.is_here and _session.belongs_to(self)
+        return _session.is_here and self.is_on
 
     def drop(self) -> None:
         """End without a result; in another thread, have its own thread do so as soon as it can."""
-        if _session.belongs_to(self):
+        if self.is_on:
             _session.drop()
 
     def _on_cpu(self, result: Any) -> Events:
@@ -349,5 +370,6 @@ core.check(
     _C._profiler._ExtraFields_Allocation.total_allocated
     _C._profiler._ProfilerEvent.start_time_ns autograd.profiler.KinetoStepTracker._step_dict
     autograd.profiler._is_profiler_enabled
+    autograd.profiler._prepare_profiler
     """
 )

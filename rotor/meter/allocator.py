@@ -468,6 +468,10 @@ class _DeviceMeter(Meter):
             _DeviceMeter._by_counters = True
             failed()
 
+    @property
+    def is_here(self) -> bool:
+        return self._trace is None or self._trace.is_on
+
     def _settle(self) -> None:
         if not core.in_backward():
             devices.settle_backwards(self.device)
@@ -519,6 +523,9 @@ class _DeviceMeter(Meter):
             self._close_segment()
             _vacate(self)
             self._state = "done"
+        elif not self._trace.is_on:
+            self._state = "lost"
+            _vacate(self)
         elif threading.get_ident() != self._thread:
             self._state = "stopping"
             main_thread.call_soon(self._finish)

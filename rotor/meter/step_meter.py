@@ -234,7 +234,8 @@ class StepMeter:
     `done` is called with the result at the end of the backward. `existing` are tensors that may be
     freed during the step, such as existing gradients; with `reserving` the peak is counted in
     reserved bytes. A step whose backward runs in another thread than its forward has no result on
-    the CPU: `lost` is called instead. One whose gradients are to be differentiated lasts to the end
+    the CPU, nor one in which the caller starts a profiler: `lost` is called instead, with True for
+    the former. One whose gradients are to be differentiated lasts to the end
     of the next backward without ``create_graph``, and `passed` is called with its peak. Raises
     MeterBusyError if a profiler is running, for profilers cannot be nested.
     """
@@ -245,7 +246,7 @@ class StepMeter:
         done: Callable[[StepBytes], None],
         existing: Iterable[torch.Tensor] = (),
         reserving: Reserving | None = None,
-        lost: Callable[[], object] = int,
+        lost: Callable[[bool], object] = int,
         passed: Callable[[int], object] = int,
     ) -> None:
         self._meter: allocator.Meter | None = None
@@ -303,7 +304,8 @@ class StepMeter:
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
         if self._meter is not None and not self._meter.is_here:
             self.cancel()
-            core.at_end_of_backward(self._lost)
+            is_elsewhere = self._thread != threading.get_ident()
+            core.at_end_of_backward(lambda: self._lost(is_elsewhere))
         if self._meter is not None and not self._in_backward:
             self._in_backward = True
             self._output_held = all(output() is not None for output in self._outputs)
@@ -317,7 +319,8 @@ class StepMeter:
 
     def finish(self) -> None:
         """Stop with a result."""
-        if self._meter is None:
+        if self._meter is None or not self._meter.is_here:
+            self.cancel()
             return
         meter, self._meter = self._meter, None
         meter.stop()

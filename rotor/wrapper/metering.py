@@ -12,6 +12,8 @@ from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch
 from rotor.meter.watch import RAISED, LevelWatch, PeakWatch, is_due, passing
 from rotor.wrapper.announcing import logging_at
 
+_UNMEASURED = "this step's memory was not measured"
+
 
 def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> StepWatch | None:
     """Return the observer of a step that begins now; ``None`` without one.
@@ -35,7 +37,7 @@ def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> Ste
         return None  # A later step is metered instead.
     except allocator.MeterBusyError as error:
         if is_first:
-            context.warn("busy", f"this step's memory was not measured: {error}")
+            context.warn("busy", f"{_UNMEASURED}: {error}")
         return None
 
 
@@ -60,10 +62,12 @@ def _meter(engine: Engine, plan: Any, *, is_first: bool) -> StepMeter:
             with logging_at(verbosity):
                 found.learn(plan, step)
 
-    def lost() -> None:
+    def lost(is_elsewhere: bool) -> None:
         found = learner()
-        plan.meterings += 1
-        if found is not None:
+        plan.meterings += is_elsewhere
+        if found is not None and not is_elsewhere:
+            found.context.warn("busy", f"{_UNMEASURED}: a profiler was started before its end")
+        elif found is not None:
             found.context.warn(
                 "lost",
                 "the backward of this step runs in another thread than its forward: its memory "

@@ -271,3 +271,15 @@ def test_a_profiler_runs_beside_a_metered_step(sim):
         assert {"aten::tanh", "[memory]"} <= names
     assert 0 < model.plan.measured_bytes <= 3 * MIB
     assert same(gradients_of(plain), gradients_of(model))
+
+
+def test_a_meter_gives_way_to_a_profiler(sim):
+    m = meter("sim").start()
+    with torch.profiler.profile() as profiler:
+        torch.zeros(1000, device="sim").exp()
+        m.stop()
+    assert not m.is_here
+    assert any(event.name == "aten::exp" for event in profiler.events())
+    with meter("sim") as following:
+        torch.zeros(1000, device="sim")
+    assert following.peak_bytes == 4096

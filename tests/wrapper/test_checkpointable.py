@@ -367,6 +367,20 @@ def test_a_running_profiler_skips_metering_with_a_warning():
     assert chk.plan.measured_bytes is None
 
 
+@pytest.mark.parametrize("engine", ["chain", "graph", "dynamic"])
+def test_a_meter_gives_way_to_a_profiler_of_the_backward(engine):
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), mem_limit="1GiB", engine=engine)
+    loss = default_loss(chk(x))
+    with torch.profiler.profile() as profiler, pytest.warns(match="not measured: a profiler"):
+        loss.backward()
+    assert any("conv" in event.name for event in profiler.events())
+    assert not any(event.name in ("backward", "end") for event in profiler.events())
+    assert chk.plan.measured_bytes is None
+    default_loss(chk(x)).backward()
+    assert chk.plan.meterings == 1
+
+
 # -- unusual stages
 
 
