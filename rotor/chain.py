@@ -277,7 +277,7 @@ def _int_array(values: Iterable[int]) -> npt.NDArray[np.int64]:
     return np.array(list(values), dtype=np.int64)
 
 
-def check_header(data: Any, expected: str, version: int) -> dict[str, Any]:
+def check_header(data: Any, expected: str, *versions: int) -> dict[str, Any]:
     """Return the fields of a JSON object without its header, which must be the expected one."""
     if not isinstance(data, dict):
         raise ValueError(f"malformed JSON: expected an object of format {expected!r}")
@@ -285,8 +285,9 @@ def check_header(data: Any, expected: str, version: int) -> dict[str, Any]:
     found = fields.pop("format", None)
     if found != expected:
         raise ValueError(f"expected JSON of format {expected!r}, got {found!r}")
-    if (got := fields.pop("version", None)) != version:
-        raise ValueError(f"{expected} version {got!r} is unknown; this rotor reads {version}")
+    if (got := fields.pop("version", None)) not in versions:
+        known = " and ".join(map(str, versions))
+        raise ValueError(f"{expected} version {got!r} is unknown; this rotor reads {known}")
     return fields
 
 

@@ -9,7 +9,7 @@ from rotor.chain import Chain
 from rotor.commands import add_options, add_output, examples, give, tell
 from rotor.commands.model import PROFILE, Subject, add_model, wrapped
 from rotor.graph.graph import Graph
-from rotor.report.text import table
+from rotor.report.text import chain_rows, operation_rows, table
 from rotor.units import format_bytes, format_seconds
 
 _MOST = 25
@@ -82,20 +82,9 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def stage_rows(chain: Chain) -> list[list[str]]:
-    """Return names, times, and bytes of the output and of the kept values, of each stage."""
-    rows = [["stage", "forward", "backward", "output", "kept by Fe"]]
-    for i in range(len(chain)):
-        times = (chain.forward_time[i], chain.backward_time[i])
-        sizes = (chain.x_bytes[i + 1], chain.xbar_bytes[i])
-        name = chain.names[i] if chain.names else str(i)
-        rows.append([name, *map(format_seconds, times), *map(format_bytes, sizes)])
-    return rows
-
-
 def chain_text(chain: Chain) -> str:
     """Return a table of the stages of a chain."""
-    rows = stage_rows(chain)
+    rows = chain_rows(chain)
     rows[0] += ["temporary", "gradients"]
     for i, row in enumerate(rows[1:]):
         temporary = max(chain.forward_tmp_bytes[i], chain.backward_tmp_bytes[i])
@@ -108,18 +97,7 @@ def graph_text(graph: Any, most: int) -> str:
     """Return a table of the operations of a graph that take longest."""
     order = sorted(range(len(graph)), key=lambda k: (-graph.operations[k].cost_ns, k))
     chosen = order[:most] if most < len(graph) else range(len(graph))
-    rows = [["operation", "phase", "module", "time", "makes", "workspace"]]
-    for operation in (graph.operations[k] for k in chosen):
-        rows.append(
-            [
-                operation.name,
-                operation.phase,
-                operation.module,
-                format_seconds(operation.cost_ns / 1e9),
-                format_bytes(sum(graph.storages[s].bytes for s in operation.outputs)),
-                format_bytes(operation.workspace_bytes),
-            ]
-        )
+    rows = operation_rows(graph, chosen)
     left = len(graph) - len(rows) + 1
     shown = f"; {left} shorter ones not shown (--all)" if left > 0 else ""
     total = format_seconds(graph.total_time)

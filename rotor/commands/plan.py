@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_pages(arguments)
     from rotor.commands import running
     from rotor.common.accounting import FREE_PERCENT
-    from rotor.fit.steps import has_single_plan, schedule_of
+    from rotor.fit.steps import has_single_plan
     from rotor.meter.room import step_limit
 
     subject = Subject(arguments)
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         limit = free * FREE_PERCENT // 100
     model = wrapped(subject, arguments, limit)
     plan = model.plan_step() if has_single_plan(model) else None
-    schedule = None if plan is None else schedule_of(plan)
+    schedule = None if plan is None else plan.result
     measured: dict[str, Any] = {}
     if schedule is not None:
         nbytes, seconds = model.get_expected_memory(), model.get_expected_makespan()

@@ -11,11 +11,12 @@ from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain, read_json
 from rotor.commands import FORMAT, VERSION, add_output, add_pages, check_pages, examples, give, tell
 from rotor.commands.curve import CurveFacts, curve_text
-from rotor.commands.measure import chain_text, graph_text, stage_rows
+from rotor.commands.measure import chain_text, graph_text
 from rotor.graph import Graph, Program, render, summarise
-from rotor.report.html import sequence_page
-from rotor.report.text import table
-from rotor.report.tracing import write_program_trace, write_sequence_trace
+from rotor.graph.chains import ChainProgram
+from rotor.report.html import program_page
+from rotor.report.text import chain_rows, table
+from rotor.report.trace import write_program_trace
 from rotor.units import format_bytes, format_seconds
 
 
@@ -106,35 +107,18 @@ def _limit(known: dict[str, Any]) -> int | None:
 
 
 def _program(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    known = _known(data)
-    program = Program.from_dict(data)
-    summary = summarise(program)
-    if files.html is not None:
-        render(program.graph, files.html, program=program, limit_bytes=_limit(known))
-    if files.trace is not None:
-        write_program_trace(program, files.trace, _limit(known))
+    known, program = _known(data), Program.from_dict(data)
     again = int((program.runs > 1).sum())
-    rows = _head(known)
-    rows += [
-        ["peak of the program", format_bytes(program.peak_bytes)],
-        ["step, predicted", format_seconds(program.makespan)],
-        ["recomputation", f"{program.slowdown - 1:+.1%}"],
-        ["operations run again", f"{again} of {len(program.graph)}"],
-    ]
     fates = {
-        fate: sum(
-            storage.bytes
-            for storage, one in zip(program.graph.storages, summary.storages, strict=True)
-            if one.fate == fate
-        )
+        fate: summarise(program).bytes_of(fate)
         for fate in ("kept", "offloaded", "dropped", "recomputed")
         if fate != "offloaded" or program.link is not None
     }
+    rows = _rows(known, "program", program)
+    rows.append(["operations run again", f"{again} of {len(program.graph)}"])
     rows += [[f"{fate} after the forward", format_bytes(size)] for fate, size in fates.items()]
-    figures = known | {
-        "peak_bytes": program.peak_bytes,
-        "seconds": program.makespan,
-        "slowdown": program.slowdown,
+    _write(files, program, rows, [], _limit(known))
+    figures = _figures(known, program) | {
         "operations": len(program.graph),
         "operations_again": again,
         **{f"{fate}_bytes": size for fate, size in fates.items()},
@@ -143,40 +127,52 @@ def _program(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str,
 
 
 def _sequence(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    known = _known(data)
-    sequence = Sequence.from_dict(data)
+    known, sequence = _known(data), Sequence.from_dict(data)
     chain = sequence.chain
     if chain is None:
         raise ValueError("the sequence was saved without its chain, so nothing is known of it")
-    peak = sequence.peak_bytes - chain.x_bytes[0]
-    forwards = sequence.count_forwards()
-    again = sum(count > 1 for count in forwards.values())
-    ideal = chain.ideal_time
-    slower = sequence.makespan / ideal if ideal else 1.0
-    rows = _head(known)
-    rows += [
-        ["peak of the schedule", format_bytes(peak)],
-        ["step, predicted", format_seconds(sequence.makespan)],
-        ["recomputation", f"{slower - 1:+.1%}"],
-        ["stages recomputed", f"{again} of {len(chain)}"],
+    program = ChainProgram(sequence)
+    runs = program.runs.tolist()[: len(chain)]
+    again = sum(count > 1 for count in runs)
+    rows = _rows(known, "schedule", program)
+    rows.append(["stages recomputed", f"{again} of {len(chain)}"])
+    stages = [
+        [*row, str(count)] for row, count in zip(chain_rows(chain), ["runs", *runs], strict=True)
     ]
-    stages = stage_rows(chain)
-    for row, runs in zip(stages, ["runs", *(forwards[i] for i in range(len(chain)))], strict=True):
-        row.append(str(runs))
-    if files.trace is not None:
-        write_sequence_trace(sequence, files.trace, _limit(known))
-    if files.html is not None:
-        page = sequence_page(sequence, [(a, b) for a, b in rows[1:]], stages, _limit(known))
-        Path(files.html).write_text(page, encoding="utf-8")
-    figures = known | {
-        "peak_bytes": peak,
-        "seconds": sequence.makespan,
-        "slowdown": slower,
+    _write(files, program, rows, [("All stages", stages)], _limit(known))
+    figures = _figures(known, program) | {
         "stages": len(chain),
         "stages_again": again,
         "operations": str(sequence),
     }
     return figures, f"{table(rows)}\n\n{table(stages)}\n\n{sequence}"
+
+
+def _rows(known: dict[str, Any], what: str, program: Program) -> list[list[str]]:
+    return [
+        *_head(known),
+        [f"peak of the {what}", format_bytes(program.peak_bytes)],
+        ["step, predicted", format_seconds(program.makespan)],
+        ["recomputation", f"{program.slowdown - 1:+.1%}"],
+    ]
+
+
+def _figures(known: dict[str, Any], program: Program) -> dict[str, Any]:
+    return known | {
+        "peak_bytes": program.peak_bytes,
+        "seconds": program.makespan,
+        "slowdown": program.slowdown,
+    }
+
+
+def _write(
+    files: argparse.Namespace, program: Program, rows: Any, tables: Any, limit: int | None
+) -> None:
+    if files.html is not None:
+        page = program_page(program, rows[1:], tables, limit)
+        Path(files.html).write_text(page, encoding="utf-8")
+    if files.trace is not None:
+        write_program_trace(program, files.trace, limit)
 
 
 def _graph(data: dict[str, Any], files: argparse.Namespace) -> tuple[dict[str, Any], str]:

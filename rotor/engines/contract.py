@@ -490,9 +490,13 @@ class Engine(ABC):
     def try_out(self, key: Key, call: Call) -> None:
         """Raise InfeasibleError if this engine could not keep the limit of another's plan."""
 
-    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return step time against limit, and the device of the steps."""
         raise ValueError(f"the {self.name} engine has no curve")
+
+    def training_curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+        """Return the curve of the plans that training makes, if others are among them."""
+        return self.curve(key, points)
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
         """Return a saved plan of such steps."""

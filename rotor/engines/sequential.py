@@ -399,14 +399,13 @@ class SequentialEngine(ChainEngine):
         compared = self._compared.get(plan.key)
         return [] if compared is None else [compared.table()]
 
-    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
-        """Return step time against limit of the chain, or, on its clock, of what training runs.
+    def training_curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+        """Return step time against limit of what training runs, on the clock of the chain.
 
         Among ranks, which have to measure together, it is that of the chain.
         """
-        curve, device = super().curve(key, points)
-        is_alone = self._is_asked_for_chain(key) or self.context.peers.ranks is not None
-        if is_alone or not training:
+        curve, device = self.curve(key, points)
+        if self._is_asked_for_chain(key) or self.context.peers.ranks is not None:
             return curve, device
         ideal = float(curve.seconds[-1])
         found = list(zip(curve.bytes.tolist(), curve.seconds.tolist(), strict=True))

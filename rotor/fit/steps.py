@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from rotor.algorithms.curve import Curve
-from rotor.algorithms.sequence import Sequence
 from rotor.common.accounting import METERED_STEPS
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import is_out_of_memory, step_bytes
-from rotor.graph.program import Program
 from rotor.meter.step_meter import Verdict
 from rotor.timing import measure_ns
 from rotor.units import exact_bytes
@@ -48,13 +46,6 @@ def has_single_plan(model: Checkpointable) -> bool:
     except (AttributeError, ValueError):
         return False
     return True
-
-
-def schedule_of(plan: Any) -> Sequence | Program | None:
-    """Return the sequence or program of a plan; ``None``: it has none for all of a step."""
-    names = {"chain": "sequence", "graph": "program"}
-    found: Sequence | Program | None = getattr(plan, names.get(plan.engine, ""), None)
-    return found
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:

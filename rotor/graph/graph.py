@@ -338,8 +338,7 @@ class Graph(Saved):
 
         Raises ValueError for another format or version, wrong fields, or an impossible graph.
         """
-        is_second = isinstance(data, dict) and data.get("version") == VERSION_WITH_TAPES
-        fields = check_header(data, FORMAT, VERSION_WITH_TAPES if is_second else VERSION)
+        fields = check_header(data, FORMAT, VERSION, VERSION_WITH_TAPES)
         storages = _objects("storages", fields.pop("storages", None))
         operations = _objects("ops", fields.pop("ops", None))
         name = fields.pop("name", "")

@@ -18,6 +18,9 @@ VERSION = 1
 VERSION_WITH_ACTIONS = 2
 _NS = 1_000_000_000
 _LARGEST = (1 << 31) - 1
+Priced = tuple[int, int, Any, Any, int, int, int]
+"""Nanoseconds, peak, int64 bytes before and during each action; nanoseconds of the runs and of the
+link, and the most bytes on the second tier."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,7 @@ class Program(Saved):
         self.link = link
         self.actions = _numbers(actions)
         self.actions.flags.writeable = False
-        time_ns, peak, before, peaks, compute_ns, link_ns, host = graph.core.simulate(
-            self.actions, None if link is None else link.core
-        )
+        time_ns, peak, before, peaks, compute_ns, link_ns, host = self._priced()
         self.ops = self.actions
         if link is not None:
             self.ops = self.actions[self.actions < len(graph)]
@@ -103,6 +104,16 @@ class Program(Saved):
         self._timeline = Timeline(
             np.frombuffer(before, dtype=np.int64), np.frombuffer(peaks, dtype=np.int64)
         )
+
+    def _priced(self) -> Priced:
+        """Return the figures of the core's simulator, which refuses an invalid program."""
+        link = None if self.link is None else self.link.core
+        return self.graph.core.simulate(self.actions, link)
+
+    @property
+    def unplanned(self) -> Program:
+        """Program that recomputes nothing, in the order of the graph."""
+        return Program(self.graph, range(len(self.graph)))
 
     @property
     def time_ns(self) -> int:
@@ -223,9 +234,8 @@ class Program(Saved):
 
         Raises ValueError for another format or version, wrong fields, or an invalid program.
         """
-        has_actions = isinstance(data, dict) and data.get("version") == VERSION_WITH_ACTIONS
-        fields = check_header(data, FORMAT, VERSION_WITH_ACTIONS if has_actions else VERSION)
-        name = "actions" if has_actions else "ops"
+        fields = check_header(data, FORMAT, VERSION, VERSION_WITH_ACTIONS)
+        name = "actions" if data["version"] == VERSION_WITH_ACTIONS else "ops"
         ops = fields.get(name)
         if not isinstance(ops, list) or "graph" not in fields:
             raise ValueError(f"a program needs the fields {name!r}, a list, and 'graph'")

@@ -7,20 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rotor.graph.contraction import blocks, contract, places
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import Program
 from rotor.graph.summaries import Summary, summarise
-from rotor.report.about import About
 from rotor.report.dot import DotEdge, DotNode, dot_source
-from rotor.report.html import graph_page, plan_page
+from rotor.report.html import graph_page
 from rotor.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rotor.engines.graph.planned import GraphPlan
-
 
 FORMATS = ("svg", "pdf", "png", "html", "dot")
 """Formats that `render` writes."""
@@ -83,8 +77,7 @@ def render(
         raise ValueError(f"no format is named {kind!r}, expected one of {', '.join(FORMATS)}")
     _check_program(graph, program)
     if kind == "html":
-        summary = None if program is None else summarise(program)
-        text = graph_page(graph, places(graph), program, summary, limit_bytes, measured_bytes)
+        text = graph_page(graph, program, limit_bytes, measured_bytes)
         path.write_text(text, encoding="utf-8")
         return path
     return write_source(to_dot(graph, program=program, level=level), path, kind)
@@ -96,14 +89,6 @@ def write_source(source: str, path: Path, kind: str) -> Path:
         path.write_text(source, encoding="utf-8")
     else:
         path.write_bytes(_drawn(source, kind))
-    return path
-
-
-def write_plan(plan: GraphPlan, path: str | os.PathLike[str], about: About | None = None) -> Path:
-    """Write a page on the plan of a captured model, with a heading; return the path."""
-    path = Path(path)
-    text = plan_page(plan, places(plan.graph), summarise(plan.program), about)
-    path.write_text(text, encoding="utf-8")
     return path
 
 

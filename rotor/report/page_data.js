@@ -2,8 +2,8 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const NAME = 0, MODULE = 1, PHASE = 2, COST = 3, WORKSPACE = 4, INPUTS = 5, OUTPUTS = 6;
 const FLAGS = 7, RUNS = 8, KIND = 9, PLACE = 10, SOURCE = 11;
-// The parts of a chain are stages.
-const PART = data.lanes && data.lanes.length ? "stage" : "operation";
+// The parts of a chain are stages, and its runs have labels.
+const PART = data.labels ? "stage" : "operation";
 const SIZE = 0, STAYS = 1, MAKER = 2, FATE = 3;
 const PHASES = ["forward", "loss", "backward"];
 // Transfers of a second tier: written or fetched, storage, begin, end; and the waits before the runs.

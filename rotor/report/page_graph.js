@@ -261,7 +261,7 @@ function choose(op, jump) {
   if (it[INPUTS].length) {
     text += "\nreads:\n" + it[INPUTS].map((s) => part(s, ", made by " + data.ops[data.storages[s][MAKER]][NAME])).join("\n");
   }
-  if (it[OUTPUTS].length && !data.lanes) {
+  if (it[OUTPUTS].length) {
     text += "\nmakes:\n" + it[OUTPUTS].map((s) => part(s, ", read by " + (readers(s).join(", ") || "none"))).join("\n");
   }
   document.getElementById("details").textContent = text;

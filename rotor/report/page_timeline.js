@@ -21,13 +21,13 @@ function timeline() {
 
   // Of runs, the first makes what is dropped later, the others make it again.
   const seen = new Set();
-  const kinds = data.kinds || program.map((op) => {
+  const kinds = program.map((op) => {
     const kind = data.ops[op][KIND], again = seen.has(op);
     seen.add(op);
     if (again) return "recomputed";
     return kind === "recomputed" ? (data.ops[op][PHASE] === 2 ? "backward" : "dropped") : kind;
   });
-  const lanes = data.lanes || inLanes();
+  const lanes = inLanes();
   const laneCount = lanes.reduce((high, lane) => Math.max(high, lane), 0) + 1;
   const laneNames = new Array(laneCount).fill("");
   data.ops.forEach((op, k) => { if (op[PHASE] === 0) laneNames[lanes[k]] = laneNames[lanes[k]] || blockOf(op); });
@@ -51,7 +51,7 @@ function timeline() {
     });
     const backward = data.ops.map((op, k) => k).filter((k) => data.ops[k][PHASE] === 2);
     backward.forEach((k, place) => {
-      const range = ranges.get(data.ops[k][MODULE]);
+      const range = PART === "stage" ? undefined : ranges.get(data.ops[k][MODULE]);
       found[k] = range ? Math.round((range[0] + range[1]) / 2)
         : Math.round((forward.length - 1) * (1 - (place + 1) / backward.length));
     });
@@ -286,7 +286,7 @@ function timeline() {
     }
     if (!isPlanned) { showTip(event, `measured after ${time(t)}: ${bytes(levelAt(t))}`); return; }
     const k = runAt(t), op = data.ops[program[k]];
-    showTip(event, `run ${k}: ${op[NAME]} (${kinds[k]})\n${PART === "stage" ? "stage" : "module"}: ${op[MODULE] || "(the model)"}\n` +
+    showTip(event, `run ${k}: ${data.labels ? data.labels[k] : op[NAME]} (${kinds[k]})\n${PART === "stage" ? "stage" : "module"}: ${op[MODULE] || "(the model)"}\n` +
       (op[SOURCE] ? op[SOURCE] + "\n" : "") +
       `begins at ${time(starts[k])}, takes ${time(op[COST])}` +
       (waits[k] ? `\nwaits for the second tier before: ${time(waits[k])}` : "") + moving(t) + `\nlive before: ${bytes(data.before[k] + data.own)}\n` +

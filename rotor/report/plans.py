@@ -8,75 +8,67 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rotor.report.about import About
-from rotor.report.drawing import write_plan
-from rotor.report.html import chain_page, measured_page
+from rotor.report.html import plan_page
 from rotor.report.text import (
     Text,
     dynamic_figures,
-    dynamic_report,
-    dynamic_table,
-    graph_report,
-    operation_table,
     part_rows,
     pieces_figures,
-    pieces_report,
-    pieces_table,
     plain_figures,
-    plain_report,
-    plan_report,
+    plan_figures,
+    program_rows,
+    stage_notes,
     stage_rows,
-    stage_table,
     step_rows,
+    table,
     why_rows,
 )
-from rotor.report.tracing import is_trace, write_plan_trace
+from rotor.report.trace import is_trace, write_plan_trace
 
-
-def _write_chain(plan: Any, path: Path, about: About) -> None:
-    path.write_text(chain_page(plan, stage_rows(plan), about), encoding="utf-8")
-
-
-def _write_parts(plan: Any, path: Path, about: About) -> None:
-    text = measured_page(plan, pieces_figures(plan), ("Parts", part_rows(plan)), about)
-    path.write_text(text, encoding="utf-8")
-
-
-def _write_steps(plan: Any, path: Path, about: About) -> None:
-    text = measured_page(plan, dynamic_figures(plan), ("Last steps", step_rows(plan)), about)
-    path.write_text(text, encoding="utf-8")
-
-
-def _write_plain(plan: Any, path: Path, about: About) -> None:
-    text = measured_page(plan, plain_figures(plan), ("Engines", why_rows(plan)), about)
-    path.write_text(text, encoding="utf-8")
+Make = Callable[[Any], Any]
 
 
 class View(NamedTuple):
-    """Functions of a plan: its text, its table, and the writer of its page."""
+    """Text, table and page of a plan."""
 
-    report: Callable[[Any], Text]
-    table: Callable[[Any], Text]
-    write_page: Callable[[Any, Path, About], Any]
+    head: str
+    """First cell of the text."""
+    figures: Make
+    """Rows of name and value, of text and page."""
+    rows: Make
+    """Table of the model's parts, its head first."""
+    title: str = ""
+    """Heading of that table in the page; empty: a script draws one there."""
+    notes: Make = lambda plan: []
+    """Lines below the text."""
 
 
 VIEWS = {
-    "chain": View(plan_report, stage_table, _write_chain),
-    "graph": View(graph_report, operation_table, write_plan),
-    "parts": View(pieces_report, pieces_table, _write_parts),
-    "dynamic": View(dynamic_report, dynamic_table, _write_steps),
-    "plain": View(plain_report, plain_report, _write_plain),
+    "chain": View("plan", plan_figures, stage_rows, "All stages", stage_notes),
+    "graph": View("plan", plan_figures, program_rows),
+    "parts": View("plan", pieces_figures, part_rows, "Parts"),
+    "dynamic": View("no plan: decided while it runs", dynamic_figures, step_rows, "Last steps"),
+    "plain": View(
+        "no plan: runs as plain PyTorch",
+        plain_figures,
+        why_rows,
+        "Engines",
+        lambda plan: ["", str(table(why_rows(plan)))],
+    ),
 }
-"""Functions by `rotor.meter.step_meter.Metered.engine`."""
+"""By `rotor.meter.step_meter.Metered.engine`."""
 
 
 def describe(plan: Any) -> Text:
     """Return limit, predicted and measured peak, and time of a plan."""
-    return VIEWS[plan.engine].report(plan)
+    view = VIEWS[plan.engine]
+    figures = table([[view.head, ""], *view.figures(plan)])
+    return Text("\n".join([figures, *view.notes(plan)]))
 
 
 def tabulate(plan: Any) -> Text:
     """Return a table of the parts of the model, and the plan's choice for each."""
-    return VIEWS[plan.engine].table(plan)
+    return table(VIEWS[plan.engine].rows(plan))
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
@@ -93,9 +85,16 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 def write(plan: Any, file: Path, about: About | None = None) -> None:
     """Write a plan as a page, with a heading, or as a trace, by the name of the file."""
     if _is_page(file):
-        VIEWS[plan.engine].write_page(plan, file, about or About())
+        write_page(plan, file, about)
     else:
         write_plan_trace(plan, file)
+
+
+def write_page(plan: Any, file: Path, about: About | None = None) -> None:
+    """Write a plan as a page, with a heading."""
+    view = VIEWS[plan.engine]
+    tables = [(view.title, view.rows(plan))] if view.title else []
+    file.write_text(plan_page(plan, view.figures(plan), tables, about), encoding="utf-8")
 
 
 def _is_page(file: Path) -> bool:

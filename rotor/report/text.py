@@ -1,16 +1,17 @@
-"""Plans as plain text."""
+"""Plans as plain text: figures are rows of name and value, tables have their head first."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rotor.graph.assembly import fastest_of
 from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rotor.chain import Chain
     from rotor.engines.chain.plan import Plan
     from rotor.engines.dynamic.plan import DynamicPlan, StepFigures
     from rotor.engines.graph.code.inductor import Attempt
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rotor.engines.parts.offloading import PartsTier
     from rotor.engines.parts.plan import PartsPlan
     from rotor.engines.plain import PlainPlan
+    from rotor.graph.graph import Graph
     from rotor.graph.program import Program
     from rotor.meter.step_meter import Metered
     from rotor.tier.interface import Tier
@@ -60,104 +62,90 @@ def table(rows: Sequence[Sequence[str]]) -> Text:
     return Text("\n".join(lines))
 
 
-def stage_table(plan: Plan) -> Text:
-    """Return a line for each stage: time, sizes, number of runs, whether plain autograd runs it."""
-    return table(stage_rows(plan))
-
-
-def stage_rows(plan: Plan) -> list[list[str]]:
-    """Return the table of the stages, its head first."""
-    forwards = plan.sequence.count_forwards()
-    rows = [["stage", "forward", "backward", "output", "kept by Fe", "runs", "how"]]
-    for i, measure in enumerate(plan.inspection.measures):
-        is_plain = not plan.schedule.head <= i < plan.schedule.tail
-        how = "kept" if is_plain or plan.chain.once[i] else "scheduled"
-        if i in plan.schedule.recomputed:
-            how = "recomputed"
-        rows.append(
-            [
-                measure.name,
-                format_seconds(measure.forward_ns / 1e9),
-                format_seconds(measure.backward_ns / 1e9),
-                format_bytes(measure.output_bytes),
-                format_bytes(measure.xbar_bytes),
-                str(forwards[i]),
-                how,
-            ]
-        )
+def chain_rows(chain: Chain) -> list[list[str]]:
+    """Return names, times, and bytes of the output and of the kept values, of each stage."""
+    rows = [["stage", "forward", "backward", "output", "kept by Fe"]]
+    for i in range(len(chain)):
+        times = (chain.forward_time[i], chain.backward_time[i])
+        sizes = (chain.x_bytes[i + 1], chain.xbar_bytes[i])
+        name = chain.names[i] if chain.names else str(i)
+        rows.append([name, *map(format_seconds, times), *map(format_bytes, sizes)])
     return rows
 
 
-def plan_report(plan: Plan) -> Text:
-    """Return the figures of a plan: limit, peak predicted and measured, time, and what it costs."""
-    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
-    recomputed = len(plan.schedule.recomputed)
-    lines = [
-        ["limit", format_bytes(plan.limit_bytes)],
-        ["peak, predicted", format_bytes(plan.predicted_bytes)],
-        ["peak, measured", measured],
-        ["peak without recomputation", format_bytes(plan.unlimited_bytes)],
-        *seen_rows(plan),
+def stage_rows(plan: Plan) -> list[list[str]]:
+    """Return the table of the stages: costs, number of runs, whether plain autograd runs it."""
+    head, *rows = chain_rows(plan.chain)
+    forwards = plan.sequence.count_forwards()
+    for i, row in enumerate(rows):
+        is_plain = not plan.schedule.head <= i < plan.schedule.tail
+        how = "kept" if is_plain or plan.chain.once[i] else "scheduled"
+        row += [str(forwards[i]), "recomputed" if i in plan.schedule.recomputed else how]
+    return [[*head, "runs", "how"], *rows]
+
+
+def operation_rows(graph: Graph, chosen: Iterable[int]) -> list[list[str]]:
+    """Return phase, module, time and bytes of operations, the head first."""
+    rows = [["operation", "phase", "module", "time", "makes", "workspace"]]
+    for operation in (graph.operations[k] for k in chosen):
+        made = sum(graph.storages[s].bytes for s in operation.outputs)
+        rows.append([operation.name, operation.phase, operation.module])
+        rows[-1].append(format_seconds(operation.cost_ns / 1e9))
+        rows[-1] += [format_bytes(made), format_bytes(operation.workspace_bytes)]
+    return rows
+
+
+def program_rows(plan: GraphPlan) -> list[list[str]]:
+    """Return the table of the operations, with the number of runs."""
+    rows = operation_rows(plan.graph, range(len(plan.graph)))
+    runs = ["runs", *map(str, plan.program.runs.tolist())]
+    return [[*row, count] for row, count in zip(rows, runs, strict=True)]
+
+
+def plan_figures(plan: Any) -> list[list[str]]:
+    """Return the figures of a plan with a program, of a chain or a graph, by name."""
+    rows = [*_peak_rows(plan), *reserved_rows(plan)]
+    rows += [["peak without recomputation", format_bytes(plan.unlimited_bytes)], *seen_rows(plan)]
+    again = ["stages recomputed", f"{plan.recomputed} of {len(plan.program.graph) // 2}"]
+    detail = []
+    if plan.engine == "graph":
+        if plan.budget_bytes is not None:
+            rows.insert(0, ["budget, gradients aside", format_bytes(plan.budget_bytes)])
+        rows.append(["lower bound of any plan", format_bytes(plan.lower_bound_bytes)])
+        again = ["operations run again", f"{plan.recomputed} of {len(plan.graph)}"]
+        alike, detail = plan.step.capture.alike, offload_rows(plan)
+        detail += [["marked in the model", plan.marks]] if plan.marks else []
+        detail += [["alike layers", alike]] if alike else []
+    planning = getattr(plan, "planning", None)
+    return [
+        *rows,
         ["step, predicted", format_seconds(plan.makespan)],
         ["recomputation", f"{plan.recomputation:+.1%}"],
-        ["stages recomputed", f"{recomputed} of {len(plan.chain)}"],
+        again,
+        *detail,
         ["set aside after metering", format_bytes(plan.reserve_bytes)],
         *aside_rows(plan),
         *loss_rows(plan),
+        *([] if planning is None else [["planning", planning.text]]),
         ["proof", plan.proof],
     ]
-    text = table([["plan", ""], *lines])
-    reasons = plan.inspection.reasons
-    names = [measure.name for measure in plan.inspection.measures]
-    notes = [f"stage {names[i]} is never recomputed: {why}" for i, why in reasons.items()]
-    return Text("\n".join([text, *notes]))
 
 
-def operation_table(plan: GraphPlan) -> Text:
-    """Return a line for each operation: phase, module, time, its result, number of runs."""
-    rows = [["operation", "phase", "module", "time", "makes", "workspace", "runs"]]
-    graph = plan.graph
-    for operation, runs in zip(graph.operations, plan.program.runs, strict=True):
-        rows.append(
-            [
-                operation.name,
-                operation.phase,
-                operation.module,
-                format_seconds(operation.cost_ns / 1e9),
-                format_bytes(sum(graph.storages[s].bytes for s in operation.outputs)),
-                format_bytes(operation.workspace_bytes),
-                str(int(runs)),
-            ]
-        )
-    return table(rows)
+def stage_notes(plan: Plan) -> list[str]:
+    """Return a sentence on each stage of a chain that is never recomputed."""
+    names = plan.chain.names or []
+    return [
+        f"stage {names[i]} is never recomputed: {why}" for i, why in plan.inspection.reasons.items()
+    ]
 
 
-def graph_report(plan: GraphPlan) -> Text:
-    """Return the figures of a graph's plan: limit, peaks predicted and measured, time, cost."""
+def _peak_rows(plan: Any, predicted: str = "") -> list[list[str]]:
     measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
-    budget = plan.budget_bytes
-    lines = [
-        *([] if budget is None else [["budget, gradients aside", format_bytes(budget)]]),
+    return [
         ["limit", format_bytes(plan.limit_bytes)],
-        ["peak, predicted", format_bytes(plan.predicted_bytes)],
+        ["peak, predicted", predicted or format_bytes(plan.predicted_bytes)],
         ["peak, measured", measured],
-        *reserved_rows(plan),
-        ["peak without recomputation", format_bytes(plan.unlimited_bytes)],
-        *seen_rows(plan),
-        ["lower bound of any plan", format_bytes(plan.lower_bound_bytes)],
-        ["step, predicted", format_seconds(plan.makespan)],
-        ["recomputation", f"{plan.recomputation:+.1%}"],
-        ["operations run again", f"{plan.recomputed} of {len(plan.graph.operations)}"],
-        *offload_rows(plan),
-        *([["marked in the model", plan.marks]] if plan.marks else []),
-        *([["alike layers", plan.step.capture.alike]] if plan.step.capture.alike else []),
-        ["set aside after metering", format_bytes(plan.reserve_bytes)],
-        *aside_rows(plan),
-        *loss_rows(plan),
-        ["planning", plan.planning.text],
-        ["proof", plan.proof],
     ]
-    return table([["plan", ""], *lines])
 
 
 _DAY = 86400
@@ -257,20 +245,10 @@ def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:
     return table(rows)
 
 
-def dynamic_report(plan: DynamicPlan) -> Text:
-    """Return the figures of a model whose memory is decided while it runs, and of its last step."""
-    return table([["no plan: decided while it runs", ""], *dynamic_figures(plan)])
-
-
 def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
-    """Return the figures of that report, by name."""
-    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
-    lines = [
-        ["limit", format_bytes(plan.limit_bytes)],
-        ["peak, predicted", "none: no graph was captured" if plan.reason else "none"],
-        ["peak, measured", measured],
-        *seen_rows(plan),
-    ]
+    """Return the figures of a model whose memory is decided while it runs, and of its last step."""
+    predicted = "none: no graph was captured" if plan.reason else "none"
+    lines = [*_peak_rows(plan, predicted), *seen_rows(plan)]
     if plan.latest:
         step = plan.last
         stats = step.stats
@@ -295,21 +273,14 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
     return lines
 
 
-def plain_report(plan: PlainPlan) -> Text:
-    """Return the figures of a model that runs as plain PyTorch, and why."""
-    rows = [["no plan: runs as plain PyTorch", ""], *plain_figures(plan)]
-    return Text(f"{table(rows)}\n\n{table(why_rows(plan))}")
-
-
 def plain_figures(plan: PlainPlan) -> list[list[str]]:
-    """Return the figures of that report, by name."""
-    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    """Return the figures of a model that runs as plain PyTorch."""
     limit = ["limit, which nothing keeps", format_bytes(plan.limit_bytes)]
-    return [limit, ["peak, measured", measured], *seen_rows(plan)]
+    return [limit, _peak_rows(plan, "none")[-1], *seen_rows(plan)]
 
 
 def why_rows(plan: Metered) -> list[list[str]]:
-    """Return the table of the engines that were asked, its head first."""
+    """Return the table of the engines that were asked."""
     rows = [[name, (reason.splitlines() or [""])[0]] for name, reason in plan.why.items()]
     return [["engine", "why it does not run the step"], *rows]
 
@@ -327,13 +298,8 @@ def _moved_rows(step: StepFigures) -> list[list[str]]:
     ]
 
 
-def dynamic_table(plan: DynamicPlan) -> Text:
-    """Return a line for each of the last steps."""
-    return table(step_rows(plan))
-
-
 def step_rows(plan: DynamicPlan) -> list[list[str]]:
-    """Return the table of the last steps, its head first."""
+    """Return the table of the last steps."""
     rows = [["step", "peak", "operations", "evictions", "run again", "base", "again", "choosing"]]
     first = plan.steps - len(plan.latest)
     for number, step in enumerate(plan.latest, start=first + 1):
@@ -353,19 +319,11 @@ def step_rows(plan: DynamicPlan) -> list[list[str]]:
     return rows
 
 
-def pieces_report(plan: PartsPlan[Any]) -> Text:
-    """Return the figures of a model whose captured parts are planned together."""
-    return table([["plan", ""], *pieces_figures(plan)])
-
-
 def pieces_figures(plan: PartsPlan[Any]) -> list[list[str]]:
-    """Return the figures of that report, by name."""
-    measured = "not yet" if plan.measured_bytes is None else format_bytes(plan.measured_bytes)
+    """Return the figures of a model whose captured parts are planned together."""
     known = "measured" if plan.parts.is_measured else "estimated"
     return [
-        ["limit", format_bytes(plan.limit_bytes)],
-        ["peak, predicted", format_bytes(plan.predicted_bytes)],
-        ["peak, measured", measured],
+        *_peak_rows(plan),
         *seen_rows(plan),
         ["peak without recomputation", format_bytes(plan.unlimited_bytes)],
         ["least peak possible", format_bytes(plan.least_bytes)],
@@ -379,13 +337,8 @@ def pieces_figures(plan: PartsPlan[Any]) -> list[list[str]]:
     ]
 
 
-def pieces_table(plan: PartsPlan[Any]) -> Text:
-    """Return a line for each captured part: kept bytes, peaks, time."""
-    return table(part_rows(plan))
-
-
 def part_rows(plan: PartsPlan[Any]) -> list[list[str]]:
-    """Return the table of the captured parts, its head first."""
+    """Return the table of the captured parts: kept bytes, peaks, time."""
     rows = [["part", "kept", "kept unplanned", "peak, forward", "peak, backward", "time", "slower"]]
     tier = plan.tier
     if tier is not None:

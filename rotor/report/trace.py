@@ -10,21 +10,20 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rotor.graph.chains import ChainProgram
+from rotor.graph.contraction import places
+from rotor.graph.program import Program
+from rotor.graph.summaries import summarise
 from rotor.graph.transfers import Transfers, transfers_of
 
 if TYPE_CHECKING:
-    from rotor.algorithms.sequence import Sequence as Schedule
     from rotor.common.timeline import PredictedTimeline, Timeline
-    from rotor.engines.chain.plan import Plan
-    from rotor.engines.graph.planned import GraphPlan
     from rotor.engines.parts.offloading import PartsTier
-    from rotor.graph.program import Program
-    from rotor.graph.summaries import Summary
 
 
 FORMAT = "rotor.trace"
@@ -43,7 +42,6 @@ _LEAST_NS = 1
 _LIVE, _LIMIT = "live bytes", "limit"
 _COLORS = {
     "kept": "good",
-    "checkpoint": "good",
     "offloaded": "rail_load",
     "dropped": "grey",
     "recomputed": "bad",
@@ -55,37 +53,52 @@ _COLORS = {
 Event = dict[str, Any]
 
 
-def write_trace(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write a trace as JSON, compressed if the name ends in ``.gz``; return the path."""
-    path = Path(path)
-    data = (json.dumps(trace, separators=(",", ":")) + "\n").encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)
-    return path
+def is_trace(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file name has the ending of a trace."""
+    return os.fspath(path).lower().endswith(SUFFIXES)
 
 
-def chain_trace(plan: Plan) -> dict[str, Any]:
-    """Return the trace of a chain's plan and of its last metered step."""
-    names = [measure.name for measure in plan.inspection.measures]
-    runs = _sequence_runs(plan.sequence, names, plan.inspection.loss_ns or 0)
-    return _of_plan(plan, runs)
+def write_plan_trace(plan: Any, path: str | os.PathLike[str]) -> Path:
+    """Write the trace of a plan of any engine, and of its last metered step; return the path.
+
+    The process "plan" has the prediction: each run of an operation, within its phase and module,
+    and counters of the live bytes, of the limit, and of the measurement, brought to the clock of
+    the prediction. The process "measured step" has the measurement on its own clock. A plan without
+    a program has only the second process. Raises ValueError if nothing is predicted, and no step
+    was metered over time.
+    """
+    program, measured = getattr(plan, "program", None), plan.measured_timeline
+    figures = {
+        "limit_bytes": plan.limit_bytes,
+        "measured_bytes": plan.measured_bytes,
+        "device": str(plan.device),
+    }
+    if program is None:
+        return _write(*_measured_trace(plan, figures), path)
+    figures |= {"predicted_bytes": plan.predicted_bytes, "own_bytes": plan.executor_bytes}
+    events = _program_events(program, plan.executor_bytes, plan.limit_bytes)
+    if measured is not None:
+        events += _compared_events(measured, plan.predicted_timeline)
+        events += _measured_events(measured, plan.limit_bytes)
+    return _write(events, figures, path)
 
 
-def graph_trace(plan: GraphPlan, places: Sequence[str], summary: Summary) -> dict[str, Any]:
-    """Return the trace of a captured model's plan and of its last metered step."""
-    runs = _program_runs(plan.program, places, summary)
-    return _of_plan(plan, runs, _tier_events(plan.program))
+def write_program_trace(
+    program: Program, path: str | os.PathLike[str], limit_bytes: int | None = None
+) -> Path:
+    """Write the trace of a program of a graph, or of a chain; return the path."""
+    figures = {"limit_bytes": limit_bytes, "predicted_bytes": program.peak_bytes}
+    return _write(_program_events(program, 0, limit_bytes), figures, path)
 
 
-def measured_trace(plan: Any) -> dict[str, Any]:
-    """Return the trace of the last metered step, for plans that predict no single run."""
+def _measured_trace(plan: Any, figures: dict[str, Any]) -> tuple[list[Event], dict[str, Any]]:
     if plan.measured_timeline is None:
         raise ValueError(
             "nothing to trace: no run is predicted, and no step was metered over time; "
             "train a step on the CPU first"
         )
-    events, figures = _measured_events(plan.measured_timeline, plan.limit_bytes), _figures(plan)
-    tier = getattr(plan, "tier", None)
-    if tier is not None:
+    events = _measured_events(plan.measured_timeline, plan.limit_bytes)
+    if (tier := getattr(plan, "tier", None)) is not None:
         events += _parts_tier_events(tier)
         figures |= {
             "written_bytes": tier.offloaded_bytes,
@@ -93,25 +106,7 @@ def measured_trace(plan: Any) -> dict[str, Any]:
             "waited_predicted_ns": round(1e9 * tier.waited),
             "waited_measured_ns": tier.waited_ns(),
         }
-    return _trace(events, figures)
-
-
-def program_trace(
-    program: Program, places: Sequence[str], summary: Summary, limit_bytes: int | None = None
-) -> dict[str, Any]:
-    """Return the trace of a program of a graph; the other arguments are those of `graph_trace`."""
-    events = _plan_events(_program_runs(program, places, summary), 0, limit_bytes)
-    events += _tier_events(program)
-    return _trace(events, {"limit_bytes": limit_bytes, "predicted_bytes": program.peak_bytes})
-
-
-def sequence_trace(sequence: Schedule, limit_bytes: int | None = None) -> dict[str, Any]:
-    """Return the trace of a chain's schedule; the chain's input is not counted."""
-    assert sequence.chain is not None
-    names = sequence.chain.names or [str(i) for i in range(len(sequence.chain))]
-    events = _plan_events(_sequence_runs(sequence, names, 0), 0, limit_bytes)
-    peak = sequence.peak_bytes - sequence.chain.x_bytes[0]
-    return _trace(events, {"limit_bytes": limit_bytes, "predicted_bytes": peak})
+    return events, figures
 
 
 @dataclass
@@ -129,28 +124,17 @@ class _Run:
     waited_ns: int = 0
 
 
-def _figures(plan: Any) -> dict[str, Any]:
-    return {
-        "limit_bytes": plan.limit_bytes,
-        "measured_bytes": plan.measured_bytes,
-        "device": str(plan.device),
-    }
+def _program_events(program: Program, executor_bytes: int, limit_bytes: int | None) -> list[Event]:
+    runs = _program_runs(program)
+    return _plan_events(runs, executor_bytes, limit_bytes) + _tier_events(program)
 
 
-def _of_plan(
-    plan: Plan | GraphPlan, runs: Iterable[_Run], transfers: Sequence[Event] = ()
-) -> dict[str, Any]:
-    events = _plan_events(runs, plan.executor_bytes, plan.limit_bytes)
-    events += transfers
-    if plan.measured_timeline is not None:
-        events += _compared_events(plan.measured_timeline, plan.predicted_timeline)
-        events += _measured_events(plan.measured_timeline, plan.limit_bytes)
-    known = {"predicted_bytes": plan.predicted_bytes, "own_bytes": plan.executor_bytes}
-    return _trace(events, _figures(plan) | known)
-
-
-def _program_runs(program: Program, places: Sequence[str], summary: Summary) -> list[_Run]:
-    graph, timeline = program.graph, program.timeline(runs_only=True)
+def _program_runs(program: Program) -> list[_Run]:
+    graph, timeline, summary = program.graph, program.timeline(runs_only=True), summarise(program)
+    numbers, where = program.ops.tolist(), places(graph)
+    labels, of = [graph.operations[number].name for number in numbers], "module"
+    if isinstance(program, ChainProgram):
+        labels, of = list(map(str, program.sequence)), "stage"
     seen = [0] * len(graph)
     runs = []
     now = 0
@@ -160,7 +144,7 @@ def _program_runs(program: Program, places: Sequence[str], summary: Summary) -> 
         transfers_of(program, _LEAST_NS).waits_ns,
         strict=True,
     )
-    for number, (before, peak, waited) in zip(program.ops.tolist(), levels, strict=True):
+    for number, label, (before, peak, waited) in zip(numbers, labels, levels, strict=True):
         op = graph.operations[number]
         now = max(now, _PHASES.index(op.phase))
         seen[number] += 1
@@ -169,14 +153,16 @@ def _program_runs(program: Program, places: Sequence[str], summary: Summary) -> 
             fate = "recomputed"
         elif fate == "recomputed":
             fate = "dropped" if op.phase == "forward" else op.phase
-        path = (_PHASES[now], *(places[number].split(".") if places[number] else ()))
+        # Of the runs of a stage, Fe makes the tape.
+        is_light, made = label.startswith(("Fn_", "Fck_")), [graph.storages[s] for s in op.outputs]
+        path = (_PHASES[now], *(where[number].split(".") if where[number] else ()))
         figures = {
-            "module": op.module,
+            of if op.module else "module": op.module,
             "run": seen[number],
-            "makes_bytes": sum(graph.storages[s].bytes for s in op.outputs),
-            "workspace_bytes": op.workspace_bytes,
+            "makes_bytes": sum(one.bytes for one in made if not (is_light and one.lazy)),
+            "workspace_bytes": op.workspaces[is_light],
         }
-        runs.append(_Run(op.name, path, fate, op.phase, op.cost_ns, before, peak, figures, waited))
+        runs.append(_Run(label, path, fate, op.phase, op.cost_ns, before, peak, figures, waited))
     return runs
 
 
@@ -251,35 +237,6 @@ def _forward_ns(program: Program, moves: Transfers) -> int:
             break
         elapsed += operation.cost_ns
     return elapsed
-
-
-def _sequence_runs(sequence: Schedule, names: Sequence[str], loss_ns: int) -> list[_Run]:
-    chain = sequence.chain
-    assert chain is not None
-    resident, timeline = chain.x_bytes[0], sequence.timeline
-    before = [resident, *timeline.live_bytes.tolist()]
-    first = {"Fe": "kept", "Fck": "checkpoint", "Fn": "dropped"}
-    seen = [0] * len(chain)
-    runs = []
-    now = 0
-    for k, op in enumerate(sequence):
-        phase = {"L": "loss", "B": "backward"}.get(op.kind, "forward")
-        now = max(now, _PHASES.index(phase))
-        fate, cost = phase, loss_ns
-        figures: dict[str, Any] = {}
-        if phase != "loss":
-            seconds = chain.backward_time if phase == "backward" else chain.forward_time
-            cost = round(seconds[op.stage] * 1e9)
-            figures = {"stage": names[op.stage]}
-        if phase == "forward":
-            seen[op.stage] += 1
-            fate = "recomputed" if seen[op.stage] > 1 else first[op.kind]
-            made = chain.xbar_bytes[op.stage] if op.kind == "Fe" else chain.x_bytes[op.stage + 1]
-            figures |= {"run": seen[op.stage], "makes_bytes": made}
-        peak = int(timeline.peak_bytes[k]) - resident
-        path = (_PHASES[now],)
-        runs.append(_Run(str(op), path, fate, phase, cost, before[k] - resident, peak, figures))
-    return runs
 
 
 def _plan_events(runs: Iterable[_Run], executor_bytes: int, limit_bytes: int | None) -> list[Event]:
@@ -383,13 +340,19 @@ def _counter(name: str, series: str, at_ns: int, level: int, process: int) -> Ev
     return {"name": name, "ph": "C", "ts": at_ns / 1000, "pid": process, "args": {series: level}}
 
 
-def _trace(events: list[Event], figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the file: entries without a time first, then all by time, outer ones first."""
-    known = {name: value for name, value in figures.items() if value is not None}
-    return {
+def _write(events: list[Event], figures: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write the file: entries without a time first, then all by time, outer ones first.
+
+    It is compressed if the name ends in ``.gz``.
+    """
+    path = Path(path)
+    trace = {
         "format": FORMAT,
         "version": VERSION,
         "displayTimeUnit": "ns",
-        "otherData": known,
+        "otherData": {name: value for name, value in figures.items() if value is not None},
         "traceEvents": sorted(events, key=lambda event: event.get("ts", -1.0)),
     }
+    data = (json.dumps(trace, separators=(",", ":")) + "\n").encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)
+    return path

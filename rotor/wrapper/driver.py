@@ -386,7 +386,7 @@ class Driver:
         key = self.context.measured_key() if engine.plans_ahead else Key(None, None)
         if key.measured is not None:
             engine = self.order.of(key)
-        return engine.curve(key, points, training=training)
+        return engine.training_curve(key, points) if training else engine.curve(key, points)
 
     def load(self, source: Any) -> Any:
         """Run the following steps by a saved plan; return it."""

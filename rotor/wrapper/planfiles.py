@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor.graph.program import Program
-from rotor.report.drawing import write_plan
+from rotor.report.plans import write_page
 from rotor.wrapper.checkpointable import Checkpointable
 
 
@@ -32,7 +32,8 @@ def write_report(model: Checkpointable, path: str | os.PathLike[str]) -> Path:
         No plan was made yet, or the model runs without a graph.
     """
     _check_engine(model)
-    return write_plan(model.graph_plan(), path)
+    write_page(model.graph_plan(), Path(path))
+    return Path(path)
 
 
 def _check_engine(model: Any) -> None:

@@ -268,8 +268,10 @@ def test_the_page_of_a_chain_tells_its_schedule(tmp_path):
     chk, _ = chain_step()
     chk.report(tmp_path / "chain.html")
     data, plan = data_of(tmp_path / "chain.html"), chk.plan
-    names = [op[0] for op in data["ops"]]
-    assert " ".join(names[k] for k in data["program"]) == str(plan.sequence)
+    assert " ".join(data["labels"]) == str(plan.sequence)
+    assert [data["ops"][k][1] for k in data["program"]] == [
+        "" if op.kind == "L" else chk.names[op.stage] for op in plan.sequence
+    ]
     assert sum(op[8] for op in data["ops"]) == len(plan.sequence)
     costs = sum(data["ops"][k][3] for k in data["program"])
     assert costs == pytest.approx(plan.makespan * 1e9, rel=1e-6)

@@ -14,7 +14,8 @@ from random_graphs import training_graph
 from rotor import Chain, algorithms
 from rotor.common.timeline import Timeline
 from rotor.graph import plan, render, simulate
-from rotor.report.html import measured_page, sequence_page
+from rotor.graph.chains import ChainProgram
+from rotor.report.html import plan_page, program_page
 
 pytestmark = pytest.mark.skipif(chromium.program() is None, reason="needs Chromium")
 
@@ -168,7 +169,10 @@ def test_a_chain(browser, tmp_path):
     assert "Fck_0" in str(sequence)
     stages = [["stage", "runs"], ["a <b>", "2"]]
     path = tmp_path / "chain.html"
-    path.write_text(sequence_page(sequence, [("limit", "62 B")], stages, 62), encoding="utf-8")
+    path.write_text(
+        program_page(ChainProgram(sequence), [("limit", "62 B")], [("All stages", stages)], 62),
+        encoding="utf-8",
+    )
     opened(browser, path)
     assert style(browser, "recomputed-line") in colors(browser, "#timeline")
     assert browser.evaluate("document.querySelector('.rows td').textContent") == "a <b>"
@@ -187,7 +191,7 @@ def test_a_step_that_nobody_predicted(browser, tmp_path):
     )
     path = tmp_path / "dynamic.html"
     table = ("Last steps", [["step", "peak"], ["1", "1000 B"]])
-    path.write_text(measured_page(plan, [["steps", "1"]], table), encoding="utf-8")
+    path.write_text(plan_page(plan, [["steps", "1"]], [table]), encoding="utf-8")
     opened(browser, path)
     assert colors(browser, "#timeline").get(style(browser, "measured"), 0) > 100
     assert browser.evaluate("document.querySelector('section').hidden")
@@ -196,7 +200,7 @@ def test_a_step_that_nobody_predicted(browser, tmp_path):
     tip = browser.evaluate("document.getElementById('tip').textContent")
     assert tip == "measured after 1.5 ms: 1000 B"
     plan.measured_timeline = None
-    path.write_text(measured_page(plan, [["steps", "1"]], table), encoding="utf-8")
+    path.write_text(plan_page(plan, [["steps", "1"]], [table]), encoding="utf-8")
     opened(browser, path)
     assert browser.evaluate("document.getElementById('timeline')") is None
 

@@ -21,10 +21,11 @@ import rotor
 from rotor import algorithms, memory
 from rotor.commands import main
 from rotor.graph import Graph, Operation, simulate
-from rotor.report.tracing import write_plan_trace, write_program_trace, write_sequence_trace
+from rotor.graph.chains import ChainProgram
+from rotor.report.trace import write_plan_trace, write_program_trace
 
 PLAN, MEASURED = 1, 2
-FATES = {"kept", "checkpoint", "dropped", "recomputed"}
+FATES = {"kept", "dropped", "recomputed"}
 PHASES = ["forward", "loss", "backward"]
 
 
@@ -179,7 +180,9 @@ def test_schedules(seed, tmp_path_factory):
     chain = realistic_chain(rng, rng.randint(2, 8))
     least = algorithms.Persistent().curve(chain).minimum_bytes
     sequence = algorithms.Persistent().solve(chain, least)
-    path = write_sequence_trace(sequence, tmp_path_factory.mktemp("t") / "t.json", least)
+    path = write_program_trace(
+        ChainProgram(sequence), tmp_path_factory.mktemp("t") / "t.json", least
+    )
     trace = checked(path)
     runs = runs_of(trace)
     assert [run["name"] for run in runs] == [str(op) for op in sequence]
@@ -188,6 +191,10 @@ def test_schedules(seed, tmp_path_factory):
     fates = [run["cat"].partition(",")[2] for run in runs if run["cat"].startswith("forward")]
     assert set(fates) <= FATES
     assert fates.count("recomputed") == len(fates) - len(chain)
+    for op, run in zip(sequence, runs, strict=True):
+        kept = chain.xbar_bytes if op.kind == "Fe" else chain.x_bytes[1:]
+        if op.kind in ("Fe", "Fck", "Fn"):
+            assert run["args"]["makes_bytes"] == kept[op.stage]
     losses = sum(run["cat"] == "loss" for run in runs)
     spent = sum(ns(run["dur"]) for run in runs) - losses
     assert spent == pytest.approx(sequence.makespan * 1e9, abs=len(runs))

@@ -24,7 +24,12 @@ from rotor.graph import (
     plan,
     simulate,
 )
-from rotor.graph.chains import graph_of_chain, program_of_sequence, sequence_of_program
+from rotor.graph.chains import (
+    ChainProgram,
+    graph_of_chain,
+    program_of_sequence,
+    sequence_of_program,
+)
 
 
 def schedules(rng, chain):
@@ -51,6 +56,13 @@ def assert_same(chain, sequence):
     assert (program.timeline().peak_bytes + held).tolist() == sequence.timeline.peak_bytes.tolist()
     assert program.peak_bytes >= lower_bound(graph)
     assert sequence_of_program(program, chain) == sequence
+    priced = ChainProgram(sequence)
+    for one, other in ((program, priced), (program.unplanned, priced.unplanned)):
+        assert (one, one.graph, one.time_ns, one.peak_bytes) == (
+            *(other, other.graph, other.time_ns, other.peak_bytes),
+        )
+        lines = [vars(found.timeline()) for found in (one, other)]
+        assert all((line == lines[1][name]).all() for name, line in lines[0].items())
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -137,6 +149,10 @@ def test_names_and_sizes():
 def test_a_stage_that_keeps_less_than_its_output_is_refused():
     with pytest.raises(ValueError, match="stage 1 keeps xbar_bytes = 9, expected at least the 10"):
         graph_of_chain(small(xbar_bytes=[20, 9, 20]))
+    sequence = Sequence.parse("Fe_0 Fe_1 Fe_2 L B_2 B_1 B_0", small(xbar_bytes=[20, 9, 20]))
+    program = ChainProgram(sequence, 5)
+    assert program.peak_bytes == sequence.peak_bytes - 10
+    assert (program.time_ns, program.unplanned) == (14, program)
 
 
 def test_a_tape_holds_its_input():
@@ -149,6 +165,7 @@ def test_a_tape_holds_its_input():
     sequence = Sequence.parse("Fck_0 Fe_1 Fe_2 L B_2 Fe_0 B_1 B_0", small())
     with pytest.raises(InvalidSequenceError, match="a tape is read after"):
         program_of_sequence(sequence, graph)
+    assert ChainProgram(sequence).runs.tolist() == [2, 1, 1, 1, 1, 1, 1]
 
 
 def test_a_run_without_its_tape_has_its_own_workspace():

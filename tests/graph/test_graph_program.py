@@ -192,7 +192,7 @@ def changed(**fields: object) -> str:
         ("{", "malformed JSON"),
         ("[]", "expected an object"),
         (changed(format="rotor.chain"), "expected JSON of format 'rotor.graph'"),
-        (changed(version=3), "version 3 is unknown"),
+        (changed(version=3), "version 3 is unknown; this rotor reads 1 and 2"),
         (changed(ops=3), "field 'ops', a list"),
         (changed(ops=[]), "at least one operation"),
         (changed(storages=[3]), "field 'storages', a list"),

@@ -419,7 +419,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         )
         return plan
 
-    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return step time against limit, for all limits."""
         del points
         chain, inspection = self._chain(key), self._inspections[key.measured]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from rotor.algorithms.curve import Curve
-from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.peaks import Peak, peak_of
 from rotor.algorithms.sequence import BACKWARD, CODES, FE, LOSS, Sequence
 from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, solved
@@ -22,6 +21,7 @@ from rotor.common.checksums import NO_ROOM, has_room, proof_bytes
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.chain.measures import Inspection
 from rotor.errors import InfeasibleError
+from rotor.graph.chains import ChainProgram
 from rotor.meter.step_meter import Metered
 from rotor.units import exact_bytes
 
@@ -148,6 +148,16 @@ class Plan(Metered):
         return self.sequence
 
     @property
+    def program(self) -> ChainProgram:
+        """Schedule as a program, with the time of a captured loss."""
+        return ChainProgram(self.sequence, self.inspection.loss_ns or 0)
+
+    @property
+    def recomputed(self) -> int:
+        """Stages that run more than once."""
+        return len(self.schedule.recomputed)
+
+    @property
     def proof(self) -> str:
         """Results of verified steps, as text."""
         if not self.schedule.recomputed:
@@ -167,8 +177,7 @@ class Plan(Metered):
     @property
     def unlimited_bytes(self) -> int:
         """Predicted peak of a step that recomputes nothing."""
-        (kept,) = NoCheckpoint().candidates(self.chain)
-        return kept.peak_bytes - self.chain.x_bytes[0]
+        return self.program.unplanned.peak_bytes
 
     @property
     def holds_output(self) -> bool:
@@ -196,14 +205,10 @@ class Plan(Metered):
     @property
     def predicted_timeline(self) -> PredictedTimeline:
         """Live bytes of a step by the simulator."""
-        times = {"B": self.chain.backward_time, "L": [(self.inspection.loss_ns or 0) / 1e9]}
-        costs = []
-        for op in self.sequence:
-            known = times.get(op.kind, self.chain.forward_time)
-            costs.append(known[0 if op.kind == "L" else op.stage] * 1e9)
-        live = self.sequence.timeline.peak_bytes - self.chain.x_bytes[0] + self.executor_bytes
-        kinds = [op.kind for op in self.sequence]
-        return PredictedTimeline.of_runs(costs, live, kinds.index("L"))
+        program = self.program
+        costs = [program.graph.operations[number].cost_ns for number in program.ops]
+        live = program.timeline().peak_bytes + self.executor_bytes
+        return PredictedTimeline.of_runs(costs, live, program.ops.tolist().index(len(self.chain)))
 
 
 def executor_bytes(

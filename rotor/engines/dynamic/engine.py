@@ -133,7 +133,7 @@ class DynamicEngine(Engine):
         with trial(self.context.module, given, plan.device, is_guarded=False) as made:
             self._try(plan, Call(*made.arguments))
 
-    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Raise ValueError: the cost of a limit is unknown before a step has run under it."""
         if not self._is_asked_for:
             reason = self.context.refusals[key.measured].reason

@@ -171,7 +171,7 @@ class GraphPlan(Metered):
     @property
     def unlimited_bytes(self) -> int:
         """Predicted peak of a step that recomputes nothing, in the order of the model."""
-        return simulate(self.graph, range(len(self.graph))).peak_bytes
+        return self.program.unplanned.peak_bytes
 
     @property
     def recomputation(self) -> float:

@@ -136,7 +136,7 @@ class PartsEngine(MeteredEngine):
         """Return a plan that includes the lessons of metered steps; the old one if none fits."""
         return old.kept(super().replan(old, make))
 
-    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return time of the parts against limit."""
         pieces = self.pieces[key]
         return parts_curve(pieces, points), pieces.captures.device

@@ -194,7 +194,7 @@ class ShardedBlocksEngine(MeteredEngine):
         """Return a plan that includes the lessons of metered steps; the old one if none fits."""
         return old.kept(super().replan(old, make))
 
-    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return time of this rank's blocks against limit."""
         blocks, plan = self._known_blocks(key), self.context.plans.get(key)
         if plan is None:
