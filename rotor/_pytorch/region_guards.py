@@ -136,6 +136,31 @@ def difference(one: nn.Module, other: nn.Module, place: str = "") -> str:
     return ""
 
 
+def unguarded_difference(scope: dict[str, Any], template: Any, cache: dict[Any, Any]) -> str:
+    """Return the place of a difference in values that a trace has read, and dynamo does not guard.
+
+    These are bound methods of classes, methods of PyTorch's tensors, and modules in containers.
+    `cache` has the module that is compared with the template's.
+    """
+    guarded = {source.name for source, *_ in template.condition.guards}
+    twins = {template.source: template.module}
+    for source in template.condition.traced_sources:
+        if template.source.name not in source.name or source.name in guarded:
+            continue
+        place = within(source.name, template.source.name)
+        try:
+            value, twin = source.get_value(scope, {}, cache), source.get_value(scope, {}, twins)
+            if isinstance(value, nn.Module) and isinstance(twin, nn.Module):
+                place = difference(value, twin, place)
+            elif isinstance(value, torch.Tensor) or value is twin or value == twin:
+                place = ""
+        except (AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError):
+            pass
+        if place:
+            return place
+    return ""
+
+
 def _have_same_classes(value: Any, twin: Any) -> bool:
     """Return whether values are dictionaries with the same names, and classes of their items."""
     return (

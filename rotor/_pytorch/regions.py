@@ -139,6 +139,10 @@ def _match(tx: Any, tracing: Tracing, template: Template, variable: Any) -> dict
         tracing.note("the forward changes attributes")
         return None
     scope, cache = guards.scope(tx), {template.source: module}
+    unguarded = guards.unguarded_difference(scope, template, cache)
+    if unguarded:
+        tracing.note(f"they differ in {unguarded}")
+        return None
     for guarded, handler, expected, _ in template.condition.guards:
         if template.source.name not in guarded.name:
             continue

@@ -257,6 +257,37 @@ class Chosen(nn.Module):
         return self.function(x.sum(self.axes, keepdim=True)) * self.options["scale"]
 
 
+class Listed(Chosen):
+    """A part with a module in a tuple."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result."""
+        return self.function[0](x)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the result."""
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient."""
+        return gradient * 2
+
+
+class Tripled(Doubled):
+    """Three times its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the result."""
+        return x * 3
+
+
 def _scaled(scale: float) -> Chosen:
     part = Chosen()
     part.options["scale"] = scale
@@ -277,6 +308,8 @@ PAIRS: list[tuple[nn.Module, nn.Module]] = [
     (Chosen(), Chosen(torch.relu)),
     (Chosen(), Chosen(axes=(1, 2))),
     (Chosen(), _scaled(2.0)),
+    (Chosen(torch.Tensor.tanh), Chosen(torch.Tensor.relu)),
+    (Listed((nn.Tanh(),)), Listed((nn.ReLU(),))),
 ]
 """Modules that give other results; all that else tells layers apart which have one of them."""
 
@@ -305,6 +338,14 @@ def test_layers_that_differ_in_one_setting_are_not_copies_of_each_other(pair):
     for ours, plain in zip(described(found, model), described(expected, model), strict=True):
         assert ours == plain
     assert folded.folding.copied == 3
+
+
+@needs_alike
+def test_layers_that_apply_different_functions_are_not_copies_of_each_other():
+    functions = [Doubled.apply, Tripled.apply, Doubled.apply, Tripled.apply]
+    model = nn.Sequential(nn.Linear(6, 6), _layers(list(map(Chosen, functions))))
+    x = torch.ones(2, 4, 6, 6)
+    assert torch.equal(_checkpointable(model)(x), model(x))
 
 
 def _checkpointable(model: nn.Module) -> rotor.Checkpointable:
