@@ -19,6 +19,18 @@ _STYLES = (":", "--", "-.")
 _FAR = 2
 
 
+def new_axes(asked: str) -> Any:
+    """Return the axes of a new figure; without matplotlib, ImportError for what asks for them."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"{asked} needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
+            '`pip install ".[plot]"`'
+        ) from error
+    return Figure(layout="constrained").subplots()
+
+
 class Curve(Saved):
     """The best time for each budget: a falling step function of bytes.
 
@@ -116,15 +128,7 @@ class Curve(Saved):
         ImportError
             matplotlib is not installed; the message names the extra that brings it.
         """
-        if ax is None:
-            try:
-                from matplotlib.figure import Figure
-            except ImportError as error:
-                raise ImportError(
-                    "Curve.plot needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
-                    '`pip install ".[plot]"`'
-                ) from error
-            ax = Figure(layout="constrained").subplots()
+        ax = new_axes("Curve.plot") if ax is None else ax
         ax.step(self.bytes / 2**20, self.seconds * 1e3, where="post")
         ax.set_xlabel("memory limit (MiB)")
         ax.set_ylabel("time of one step (ms)")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rotor.algorithms.curve import Curve
+from rotor.algorithms.curve import Curve, new_axes
 from rotor.commands import add_options, add_output, examples, give, tell
 from rotor.commands.model import (
     LIMIT,
@@ -251,10 +251,4 @@ def check_plot(path: str) -> None:
     """Raise if a plot cannot be written to a path: its suffix, or a missing matplotlib."""
     if Path(path).suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {path!r}: expected a name that ends in .png, .pdf or .svg")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "--plot needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
-            '`pip install ".[plot]"`'
-        ) from error
+    new_axes("--plot")

@@ -14,6 +14,7 @@ from rotor.algorithms.persistent import Persistent
 from rotor.algorithms.sequence import Sequence as Schedule
 from rotor.chain import Chain
 from rotor.errors import InfeasibleError
+from rotor.graph.contraction import peak_of_group
 from rotor.graph.graph import Graph
 from rotor.graph.peaks import peak_of
 from rotor.graph.program import Program
@@ -97,21 +98,6 @@ def cut(graph: Graph) -> Blocks:
     return Blocks(groups, backward, losses[0], passed)
 
 
-def _peak(graph: Graph, ops: Iterable[int], kept: set[int]) -> int:
-    """Return the peak of operations that run one after another and leave `kept`."""
-    ops = list(ops)
-    last = {s: place for place, k in enumerate(ops) for s in graph.operations[k].inputs}
-    sizes: dict[int, int] = {}
-    peak = 0
-    for place, k in enumerate(ops):
-        op = graph.operations[k]
-        sizes |= {s: graph.storages[s].bytes for s in op.outputs}
-        peak = max(peak, sum(sizes.values()) + op.workspace_bytes)
-        for storage in [s for s in sizes if s not in kept and last.get(s, -1) <= place]:
-            del sizes[storage]
-    return peak
-
-
 def _chain(graph: Graph, blocks: Blocks) -> Chain:
     """Return the blocks' cost model; the simulator counts later what it leaves out."""
     ops, storages = graph.operations, graph.storages
@@ -130,8 +116,8 @@ def _chain(graph: Graph, blocks: Blocks) -> Chain:
         made = {s for k in group for s in ops[k].outputs}
         stays = (made & later) | (made & passed)
         kept.append(size(stays))
-        first_tmp.append(_peak(graph, group, stays) - size(stays))
-        plain_tmp.append(max(0, _peak(graph, group, made & passed) - size(made & passed)))
+        first_tmp.append(peak_of_group(graph, group, stays) - size(stays))
+        plain_tmp.append(max(0, peak_of_group(graph, group, made & passed) - size(made & passed)))
     arriving = [0] * (n + 1)
     created, tmp = [0] * n, [0] * n
     alive = {s for s in ops[blocks.loss].outputs if readers[s]}
@@ -143,7 +129,7 @@ def _chain(graph: Graph, blocks: Blocks) -> Chain:
         end = max(group, default=-1)
         alive = {s for s in alive | made if s not in pinned and max(readers[s], default=-1) > end}
         arriving[i], created[i] = size(alive), size(pinned)
-        tmp[i] = _peak(graph, group, alive | pinned) - arriving[i]
+        tmp[i] = peak_of_group(graph, group, alive | pinned) - arriving[i]
     return Chain(
         [seconds(group) for group in blocks.forward],
         [seconds(group) for group in blocks.backward],

@@ -124,13 +124,15 @@ def _merged(
     made = {s for op in members for s in op.outputs}
     inputs = dict.fromkeys(renamed[s] for op in members for s in op.inputs if s not in made)
     outputs = [s for op in members for s in op.outputs if s in exported]
+    left = sum(graph.storages[s].bytes for s in outputs)
     own = f"{first.name} +{len(members) - 1}" if len(members) > 1 else first.name
     return Operation(
         name=own if label is None else label,
         cost_ns=sum(op.cost_ns for op in members),
         inputs=tuple(inputs),
         outputs=tuple(renamed[s] for s in outputs),
-        workspace_bytes=_workspace(graph, members, exported),
+        # Results are live at the end of the group.
+        workspace_bytes=max(0, peak_of_group(graph, group, exported) - left),
         phase=first.phase,
         random=any(op.random for op in members),
         once=any(op.once for op in members),
@@ -139,21 +141,19 @@ def _merged(
     )
 
 
-def _workspace(graph: Graph, members: Sequence[Operation], exported: set[int]) -> int:
-    """Return the most bytes live at any moment of a group, less its results."""
+def peak_of_group(graph: Graph, group: Iterable[int], kept: set[int]) -> int:
+    """Return the peak of operations that run one after another and leave the storages of `kept`."""
+    members = [graph.operations[index] for index in group]
     last = {s: k for k, op in enumerate(members) for s in (*op.outputs, *op.inputs)}
-    inner: set[int] = set()
-    live = peak = left = 0
+    sizes: dict[int, int] = {}
+    live = peak = 0
     for k, op in enumerate(members):
-        made = sum(graph.storages[s].bytes for s in op.outputs)
-        peak = max(peak, live + made + op.workspace_bytes)
-        live += made
-        left += sum(graph.storages[s].bytes for s in op.outputs if s in exported)
-        inner.update(s for s in op.outputs if s not in exported)
-        for s in {*op.inputs, *op.outputs}:
-            if s in inner and last[s] == k:
-                live -= graph.storages[s].bytes
-    return max(peak - left, 0)
+        sizes |= {s: graph.storages[s].bytes for s in op.outputs}
+        live += sum(sizes[s] for s in op.outputs)
+        peak = max(peak, live + op.workspace_bytes)
+        gone = [s for s in {*op.inputs, *op.outputs} if last[s] == k and s not in kept]
+        live -= sum(sizes.get(s, 0) for s in gone)
+    return peak
 
 
 def _common(paths: Iterable[str]) -> str:

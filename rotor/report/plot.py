@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rotor.algorithms.curve import new_axes
+
 _MIB = 2**20
 _MS = 1e3
 
@@ -17,15 +19,7 @@ def plot_timeline(plan: Any, ax: Any = None) -> Any:
     measured = plan.measured_timeline
     if predicted is None and measured is None:
         raise ValueError("no timeline to draw: nothing is predicted, and no step was metered yet")
-    if ax is None:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "plot_timeline needs matplotlib: `pip install matplotlib`, or in a clone of rotor "
-                '`pip install ".[plot]"`'
-            ) from error
-        ax = Figure(layout="constrained").subplots()
+    ax = new_axes("plot_timeline") if ax is None else ax
     if predicted is not None:
         live = predicted.live_bytes / _MIB
         x = predicted.seconds * _MS

@@ -72,11 +72,8 @@ def overhead_grid(
                     linewidth=0,
                 )
             _failure(ax, curve, style["color"])
-        ax.set_xlim(0, 1.1)
-        ax.set_ylim(0.9, 2.0)
+        ax.set(xlim=(0, 1.1), ylim=(0.9, 2.0), xlabel="memory ratio", ylabel="overhead (x)")
         ax.set_title(panel["title"])
-        ax.set_xlabel("memory ratio")
-        ax.set_ylabel("overhead (x)")
     shared_legend(figure, axes)
     return save(figure, stem, formats)
 
@@ -121,11 +118,8 @@ def static_grid(
             ax.step(
                 curve["ratios"], gaps(curve["values"]), where="post", label=curve["label"], **style
             )
-        ax.set_xlim(0, 1.1)
-        ax.set_ylim(0.9, 2.0)
+        ax.set(xlim=(0, 1.1), ylim=(0.9, 2.0), xlabel="memory ratio", ylabel="overhead (x)")
         ax.set_title(panel["title"])
-        ax.set_xlabel("memory ratio")
-        ax.set_ylabel("overhead (x)")
     shared_legend(figure, axes)
     return save(figure, stem, formats)
 

@@ -19,7 +19,7 @@ from rotor.graph.chains import ChainProgram
 from rotor.graph.contraction import places
 from rotor.graph.program import Program
 from rotor.graph.summaries import summarise
-from rotor.graph.transfers import Transfers, transfers_of
+from rotor.graph.transfers import Transfer, Transfers, transfers_of
 
 if TYPE_CHECKING:
     from rotor.common.timeline import PredictedTimeline, Timeline
@@ -36,6 +36,9 @@ PLAN, MEASURED = 1, 2
 
 _PHASES = ("forward", "loss", "backward")
 _THREAD = 1
+_TRACKS = {"written": 2, "fetched": 3, "waited": 4}
+"""Threads of a second tier."""
+
 _LEAST_NS = 1
 """Length of entries without duration: the next would hide their bytes."""
 
@@ -168,19 +171,20 @@ def _program_runs(program: Program) -> list[_Run]:
 
 def _tier_events(program: Program) -> list[Event]:
     """Return the transfers of a program, written and fetched, each on a track of its own."""
-    events: list[Event] = []
     moved = transfers_of(program, _LEAST_NS).moved
-    for thread, kind in enumerate(("written", "fetched"), start=_THREAD + 1):
-        chosen = [one for one in moved if one.kind == kind]
-        if chosen:
-            events.append(_thread(PLAN, thread, f"second tier, {kind}"))
-        for one in chosen:
-            maker = program.graph.operations[program.graph.producers[one.storage]].name
-            figures = {"storage": one.storage, "bytes": one.nbytes}
-            length = one.end_ns - one.begin_ns
-            slices = _slice(maker, kind, one.begin_ns, length, PLAN, figures)
-            events.append(slices | {"tid": thread})
-    return events
+    tracks = [_track(kind) for kind in _TRACKS if any(one.kind == kind for one in moved)]
+    return tracks + [_moved(program, one, one.begin_ns) for one in moved]
+
+
+def _track(kind: str) -> Event:
+    return _thread(PLAN, _TRACKS[kind], f"second tier, {kind}")
+
+
+def _moved(program: Program, one: Transfer, begin_ns: int) -> Event:
+    maker = program.graph.operations[program.graph.producers[one.storage]].name
+    figures = {"storage": one.storage, "bytes": one.nbytes}
+    event = _slice(maker, one.kind, begin_ns, one.end_ns - one.begin_ns, PLAN, figures)
+    return event | {"tid": _TRACKS[one.kind]}
 
 
 def _parts_tier_events(tier: PartsTier) -> list[Event]:
@@ -199,10 +203,7 @@ def _parts_tier_events(tier: PartsTier) -> list[Event]:
     for forward, moves in zip(reversed(forwards), reversed(found), strict=True):
         backward_begins.append(total + later - forward)
         later += moves.end_ns - forward
-    events = _named(PLAN, "plan", "parts") + [
-        _thread(PLAN, _THREAD + k, f"second tier, {kind}")
-        for k, kind in enumerate(("written", "fetched", "waited"), start=1)
-    ]
+    events = _named(PLAN, "plan", "parts") + [_track(kind) for kind in _TRACKS]
     for program, moves, forward, back in zip(
         programs, found, forwards, reversed(backward_begins), strict=True
     ):
@@ -210,18 +211,13 @@ def _parts_tier_events(tier: PartsTier) -> list[Event]:
         def placed(at: int, first: int = before, edge: int = forward, last: int = back) -> int:
             return at + (first if at < edge else last)
 
-        for one in moves.moved:
-            maker = program.graph.operations[program.graph.producers[one.storage]].name
-            figures = {"storage": one.storage, "bytes": one.nbytes}
-            length, at = one.end_ns - one.begin_ns, placed(one.begin_ns)
-            track = {"tid": _THREAD + (1 if one.kind == "written" else 2)}
-            events.append(_slice(maker, one.kind, at, length, PLAN, figures) | track)
+        events += [_moved(program, one, placed(one.begin_ns)) for one in moves.moved]
         now = 0
         for number, wait in zip(program.ops.tolist(), moves.waits_ns, strict=True):
             operation = program.graph.operations[number]
             if wait:
                 slices = _slice(operation.name, "waited", placed(now), wait, PLAN)
-                events.append(slices | {"tid": _THREAD + 3})
+                events.append(slices | {"tid": _TRACKS["waited"]})
             now += wait + operation.cost_ns
         before += forward
     return events

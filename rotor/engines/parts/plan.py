@@ -462,14 +462,7 @@ def parts_curve(parts: Parts, points: int) -> Curve:
     options, tier_limit = parts.options(), parts.tier_limit_bytes
     least = least_bytes(options, parts.bases, tier_limit)
     most = simulate(options, parts.bases, fastest(options)).peak_bytes
-    found: dict[int, int] = {}
-    for k in range(points):
-        limit = least + (most - least) * k // max(points - 1, 1)
-        chosen = choose(options, parts.bases, limit, tier_limit)
-        priced = simulate(options, parts.bases, chosen)
-        found[priced.peak_bytes] = priced.time_ns
-    kept: list[tuple[int, int]] = []
-    for peak, time_ns in sorted(found.items()):
-        if not kept or time_ns < kept[-1][1]:
-            kept.append((peak, time_ns))
-    return Curve([peak for peak, _ in kept], [time_ns / 1e9 for _, time_ns in kept])
+    limits = [least + (most - least) * k // max(points - 1, 1) for k in range(points)]
+    choices = [choose(options, parts.bases, limit, tier_limit) for limit in limits]
+    found = [simulate(options, parts.bases, chosen) for chosen in choices]
+    return Curve.from_points((priced.peak_bytes, priced.time_ns / 1e9) for priced in found)
