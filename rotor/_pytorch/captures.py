@@ -15,7 +15,7 @@ that returns such a value is refused: its gradients are the caller's.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,12 +93,17 @@ def check_numbers(graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         is_scalar = isinstance(value, torch.Tensor) and not value.ndim
-        if is_scalar and (_is_input(node) or isinstance(node.target, numpys)):
+        is_numpys = isinstance(node.target, numpys)
+        if node.op == "output":
+            _check_results(node, [one for one in numbers if isinstance(one.target, numpys)])
+        elif is_numpys and _rounds(node, value, numbers):
+            raise _of_numbers(node.target)
+        if is_scalar and (_is_input(node) or is_numpys):
             numbers[node] = value
             continue
         given = [numbers[one] for one in node.all_input_nodes if one in numbers]
         is_symbol = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-        if not given or node.op == "output" or is_symbol or isinstance(node.target, numpys):
+        if not given or node.op == "output" or is_symbol or is_numpys:
             continue
         others = [n.meta.get("example_value") for n in node.all_input_nodes if n not in numbers]
         tensors = [one for one in others if isinstance(one, torch.Tensor)]
@@ -109,11 +114,40 @@ def check_numbers(graph: fx.Graph) -> None:
         holds_code = isinstance(node.target, torch._ops.HigherOrderOperator)
         weighs = any(_weighs(number, other) for number in given for other in tensors)
         if is_alone or holds_code or weighs:
-            raise CaptureError(
-                "the forward draws a number, or has one of NumPy's, for "
-                f"{node.target}, which gives another type, or other bits, with a tensor in its "
-                "place, as captured graphs have one"
-            )
+            raise _of_numbers(node.target)
+
+
+def _of_numbers(target: Any) -> CaptureError:
+    return CaptureError(
+        f"the forward draws a number, or has one of NumPy's, for {target}, which gives another "
+        "type, or other bits, with a tensor in its place, as captured graphs have one"
+    )
+
+
+_EXACT = {
+    "add", "sub", "mul", "truediv", "neg", "abs", "getitem", "lt", "le", "gt", "ge", "eq",
+    "ne", "and_", "or_", "invert", "array", "asarray", "arange", "zeros", "ones", "full",
+    "empty", "zeros_like", "ones_like", "full_like", "eye", "astype", "copy", "reshape",
+    "ravel", "flatten", "transpose", "swapaxes", "item", "squeeze", "expand_dims",
+    "concatenate", "stack", "where", "argmax", "argmin",
+}  # fmt: skip
+"""NumPy's functions that give the same bits of arrays as PyTorch's of tensors."""
+
+
+def _rounds(node: fx.Node, value: Any, numbers: Container[fx.Node]) -> bool:
+    """Return whether a function of NumPy's gives other bits of arrays than PyTorch's."""
+    is_of_arrays = bool(getattr(value, "ndim", 0)) or any(
+        one not in numbers for one in node.all_input_nodes
+    )
+    target: Any = node.target
+    return is_of_arrays and target.__name__.removeprefix("wrapped_") not in _EXACT
+
+
+def _check_results(output: fx.Node, numbers: Sequence[fx.Node]) -> None:
+    """Raise CaptureError if a graph returns a number of NumPy's: it would be an array."""
+    for one in output.all_input_nodes:
+        if one in numbers:
+            raise _of_numbers("a result")
 
 
 def _is_input(node: fx.Node) -> bool:
