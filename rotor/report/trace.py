@@ -45,6 +45,7 @@ _LEAST_NS = 1
 _LIVE, _LIMIT = "live bytes", "limit"
 _COLORS = {
     "kept": "good",
+    "checkpoint": "good",
     "offloaded": "rail_load",
     "dropped": "grey",
     "recomputed": "bad",
@@ -155,7 +156,8 @@ def _program_runs(program: Program) -> list[_Run]:
         if seen[number] > 1:
             fate = "recomputed"
         elif fate == "recomputed":
-            fate = "dropped" if op.phase == "forward" else op.phase
+            first = "checkpoint" if label.startswith("Fck_") else "dropped"
+            fate = first if op.phase == "forward" else op.phase
         # Of the runs of a stage, Fe makes the tape.
         is_light, made = label.startswith(("Fn_", "Fck_")), [graph.storages[s] for s in op.outputs]
         path = (_PHASES[now], *(where[number].split(".") if where[number] else ()))

@@ -25,7 +25,7 @@ from rotor.graph.chains import ChainProgram
 from rotor.report.trace import write_plan_trace, write_program_trace
 
 PLAN, MEASURED = 1, 2
-FATES = {"kept", "dropped", "recomputed"}
+FATES = {"kept", "checkpoint", "dropped", "recomputed"}
 PHASES = ["forward", "loss", "backward"]
 
 
@@ -194,6 +194,9 @@ def test_schedules(seed, tmp_path_factory):
     for op, run in zip(sequence, runs, strict=True):
         kept = chain.xbar_bytes if op.kind == "Fe" else chain.x_bytes[1:]
         if op.kind in ("Fe", "Fck", "Fn"):
+            first = {"Fe": "kept", "Fck": "checkpoint", "Fn": "dropped"}[op.kind]
+            fate = "recomputed" if run["args"]["run"] > 1 else first
+            assert run["cat"] == f"forward,{fate}"
             assert run["args"]["makes_bytes"] == kept[op.stage]
     losses = sum(run["cat"] == "loss" for run in runs)
     spent = sum(ns(run["dur"]) for run in runs) - losses
