@@ -5,13 +5,13 @@ The data has the form of `rotor.experiments.analysis.entries`: a list of command
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from rotor.report.figures import COLORS, curve_style, gaps, panel_grid, save, shared_legend, styled
+from rotor.report.figures import COLORS, curve_style, gaps, grid
 
 PARTS = ("base", "rematerialization", "eviction loop", "cost compute", "unprofiled")
 """Parts of the time of a step, from the bottom of a bar."""
@@ -30,6 +30,8 @@ _BYTES_PER_MB = 1e6
 _BAR = 0.7
 _TITLE = 34
 Models = Mapping[str, Sequence[Mapping[str, Any]]]
+_grid = functools.partial(grid, single=5.0, height=2.9, title="medium")
+_tall_grid = functools.partial(_grid, height=3.6)
 
 
 def profile(entry: Mapping[str, Any], clock: str = "gpu_time") -> dict[str, float] | None:
@@ -136,36 +138,24 @@ def _bar(label: str, parts: dict[str, float] | None, unit: float | None) -> dict
     return {"label": label, "parts": scaled, "simulated": None}
 
 
-def _panels(count: int, height: float) -> tuple[Any, list[Any]]:
-    return panel_grid(count, width=3.2 if count > 1 else 5.0, height=height)
-
-
-@styled
-def budget_grid(
-    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
-) -> list[Path]:
-    """Draw slow-down against the budget, as bars of the parts of a step's time; return the files.
+@_grid
+def budget_grid(ax: Any, panel: Mapping[str, Any]) -> None:
+    """Draw slow-down against the budget, as bars of the parts of a step's time.
 
     Each panel has "title", "is_relative" (heights are multiples of the baseline's time, else ms)
     and "bars": "label", "parts" (heights by the names of `PARTS`, None where the command failed),
-    "simulated" (the simulator's result in the same budget, or None). `stem` is the file without the
-    ending of its format, one of `rotor.report.figures.FORMATS`.
+    "simulated" (the simulator's result in the same budget, or None).
     """
-    figure, axes = _panels(len(panels), 2.9)
-    for ax, panel in zip(axes, panels, strict=True):
-        bars = panel["bars"]
-        _stack(ax, bars)
-        marks = [(x, bar["simulated"]) for x, bar in enumerate(bars) if bar["simulated"]]
-        if marks:
-            label = "simulated"
-            ax.plot(*zip(*marks, strict=True), "kD", markersize=4, linestyle="", label=label)
-        if panel["is_relative"]:
-            ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-        ax.set_title(panel["title"], fontsize="medium")
-        ax.set_xlabel("memory budget")
-        ax.set_ylabel("slow-down (x)" if panel["is_relative"] else "time of a step (ms)")
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+    bars = panel["bars"]
+    _stack(ax, bars)
+    marks = [(x, bar["simulated"]) for x, bar in enumerate(bars) if bar["simulated"]]
+    if marks:
+        label = "simulated"
+        ax.plot(*zip(*marks, strict=True), "kD", markersize=4, linestyle="", label=label)
+    if panel["is_relative"]:
+        ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    ax.set_xlabel("memory budget")
+    ax.set_ylabel("slow-down (x)" if panel["is_relative"] else "time of a step (ms)")
 
 
 def _stack(ax: Any, bars: Sequence[Mapping[str, Any]]) -> None:
@@ -228,33 +218,26 @@ def _ratio_curves(same: list[Any], kind: str, label: str, clock: str) -> list[di
     return curves
 
 
-@styled
-def ratio_grid(
-    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
-) -> list[Path]:
-    """Draw slow-down against the memory ratio, to files as `budget_grid`.
+@_grid
+def ratio_grid(ax: Any, panel: Mapping[str, Any]) -> None:
+    """Draw slow-down against the memory ratio.
 
     Each panel has "title" and "curves": "label", "ratios" ascending, "values" (None if missing),
     "failed" (marked by a cross below), "is_simulated" (drawn dashed).
     """
-    figure, axes = _panels(len(panels), 2.9)
-    for ax, panel in zip(axes, panels, strict=True):
-        for index, curve in enumerate(panel["curves"]):
-            style = curve_style(index)
-            if curve["is_simulated"]:
-                style |= {"linestyle": "--", "linewidth": 1.0, "markersize": 3.5}
-            ax.plot(curve["ratios"], gaps(curve["values"]), label=curve["label"], **style)
-            lost = [r for r, bad in zip(curve["ratios"], curve["failed"], strict=True) if bad]
-            for ratio in lost:
-                cross = {"color": style["color"], "ha": "center", "va": "bottom"}
-                ax.text(ratio, 0.01, "×", transform=ax.get_xaxis_transform(), **cross)
-        ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-        ax.set_xlim(0, max([1.0, *(r for curve in panel["curves"] for r in curve["ratios"])]) * 1.1)
-        ax.set_title(panel["title"], fontsize="medium")
-        ax.set_xlabel("memory ratio")
-        ax.set_ylabel("slow-down (x)")
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+    for index, curve in enumerate(panel["curves"]):
+        style = curve_style(index)
+        if curve["is_simulated"]:
+            style |= {"linestyle": "--", "linewidth": 1.0, "markersize": 3.5}
+        ax.plot(curve["ratios"], gaps(curve["values"]), label=curve["label"], **style)
+        lost = [r for r, bad in zip(curve["ratios"], curve["failed"], strict=True) if bad]
+        for ratio in lost:
+            cross = {"color": style["color"], "ha": "center", "va": "bottom"}
+            ax.text(ratio, 0.01, "×", transform=ax.get_xaxis_transform(), **cross)
+    ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+    ax.set_xlim(0, max([1.0, *(r for curve in panel["curves"] for r in curve["ratios"])]) * 1.1)
+    ax.set_xlabel("memory ratio")
+    ax.set_ylabel("slow-down (x)")
 
 
 def sweep_panels(models: Models) -> list[dict[str, Any]]:
@@ -304,47 +287,33 @@ def _variant(workload: tuple[Any, ...], names: Sequence[str]) -> str:
     return ", ".join(f"{name} {named.get(name)}" for name in names)
 
 
-@styled
-def throughput_grid(
-    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
-) -> list[Path]:
+@_grid
+def throughput_grid(ax: Any, panel: Mapping[str, Any]) -> None:
     """Draw examples per second against the swept parameters, the budgets side by side."""
-    figure, axes = _panels(len(panels), 2.9)
-    for ax, panel in zip(axes, panels, strict=True):
-        labels, series = panel["labels"], panel["series"]
-        width = 0.8 / len(series)
-        for index, (name, found) in enumerate(series.items()):
-            places = [k + (index - (len(series) - 1) / 2) * width for k in range(len(labels))]
-            values = [found[label]["throughput"] if label in found else None for label in labels]
-            color = "0.6" if name == "baseline" else COLORS[index % len(COLORS)]
-            ax.bar(places, [value or 0.0 for value in values], width, color=color, label=name)
-            for x, label in zip(places, labels, strict=True):
-                if label in found and found[label]["summary"] == "error":
-                    text = {"rotation": 90, "ha": "center", "va": "bottom", "color": "#aa0000"}
-                    ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
-        ax.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
-        ax.grid(axis="x", visible=False)
-        ax.set_title(panel["title"], fontsize="medium")
-        ax.set_ylabel("examples / s")
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+    labels, series = panel["labels"], panel["series"]
+    width = 0.8 / len(series)
+    for index, (name, found) in enumerate(series.items()):
+        places = [k + (index - (len(series) - 1) / 2) * width for k in range(len(labels))]
+        values = [found[label]["throughput"] if label in found else None for label in labels]
+        color = "0.6" if name == "baseline" else COLORS[index % len(COLORS)]
+        ax.bar(places, [value or 0.0 for value in values], width, color=color, label=name)
+        for x, label in zip(places, labels, strict=True):
+            if label in found and found[label]["summary"] == "error":
+                text = {"rotation": 90, "ha": "center", "va": "bottom", "color": "#aa0000"}
+                ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
+    ax.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+    ax.grid(axis="x", visible=False)
+    ax.set_ylabel("examples / s")
 
 
-@styled
-def breakdown_grid(
-    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
-) -> list[Path]:
+@_tall_grid
+def breakdown_grid(ax: Any, panel: Mapping[str, Any]) -> None:
     """Draw the parts of a step's time, in ms, for all swept parameters."""
-    figure, axes = _panels(len(panels), 3.6)
-    for ax, panel in zip(axes, panels, strict=True):
-        bars = [
-            _bar(f"{label}: {name.removeprefix('DTR, ')}", profile(found[label]), None)
-            for label in panel["labels"]
-            for name, found in panel["series"].items()
-            if label in found
-        ]
-        _stack(ax, bars)
-        ax.set_title(panel["title"], fontsize="medium")
-        ax.set_ylabel("time of a step (ms)")
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+    bars = [
+        _bar(f"{label}: {name.removeprefix('DTR, ')}", profile(found[label]), None)
+        for label in panel["labels"]
+        for name, found in panel["series"].items()
+        if label in found
+    ]
+    _stack(ax, bars)
+    ax.set_ylabel("time of a step (ms)")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -36,6 +36,7 @@ _MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*", "<", ">", "p", "h")
 DASHES = ("--", ":", "-.")
 _COLUMNS = 4
 P = ParamSpec("P")
+Grid = Callable[..., list[Path]]
 
 
 def check_formats(formats: Iterable[str]) -> None:
@@ -82,7 +83,7 @@ def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
     return written
 
 
-def panel_grid(count: int, *, width: float = 3.2, height: float = 2.6) -> tuple[Any, list[Any]]:
+def panel_grid(count: int, width: float = 3.2, height: float = 2.6) -> tuple[Any, list[Any]]:
     """Return a figure of `count` panels, of these inches each, and their axes."""
     from matplotlib.figure import Figure
 
@@ -93,6 +94,31 @@ def panel_grid(count: int, *, width: float = 3.2, height: float = 2.6) -> tuple[
     for spare in axes[count:]:
         spare.set_visible(False)
     return figure, axes[:count]
+
+
+def grid(
+    draw: Callable[..., Any], single: float = 3.2, height: float = 2.6, title: str = "large"
+) -> Grid:
+    """Return a function that draws panels side by side to files, with a legend.
+
+    `draw` is called with axes, a panel, and the keywords. A panel has a "title", of letters of the
+    size `title`, and is 3.2 inches wide, one alone `single`. The function takes the panels, the
+    file without the ending of its format, the formats out of `FORMATS`, and the keywords, and
+    returns the files.
+    """
+
+    @functools.wraps(draw)
+    def drawn(
+        panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str], **given: Any
+    ) -> list[Path]:
+        figure, axes = panel_grid(len(panels), 3.2 if len(panels) > 1 else single, height)
+        for ax, panel in zip(axes, panels, strict=True):
+            ax.set_title(panel["title"], fontsize=title)
+            draw(ax, panel, **given)
+        _add_legend(figure, axes)
+        return save(figure, stem, formats)
+
+    return styled(drawn)
 
 
 def curve_style(index: int) -> dict[str, Any]:
@@ -110,7 +136,7 @@ def gaps(values: Iterable[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def shared_legend(figure: Any, axes: Sequence[Any]) -> None:
+def _add_legend(figure: Any, axes: Sequence[Any]) -> None:
     """Add one legend below all panels, each label once."""
     entries: dict[str, Any] = {}
     for ax in axes:

@@ -256,10 +256,12 @@ function choose(op, jump) {
   const it = data.ops[op];
   const part = (s, far) => "  storage " + s + ": " + bytes(data.storages[s][SIZE]) +
     (data.storages[s][FATE] ? ", " + data.storages[s][FATE] : "") + (data.storages[s][STAYS] ? ", stays" : "") + far;
-  const readers = (s) => data.ops.filter((other) => other[INPUTS].includes(s)).map((o) => o[NAME]);
+  // Forward and backward of a stage have its name.
+  const named = (o) => (PART === "stage" && o[PHASE] === 2 ? "backward of " : "") + o[NAME];
+  const readers = (s) => data.ops.filter((other) => other[INPUTS].includes(s)).map(named);
   let text = described(it[NAME], it[MODULE], [op]);
   if (it[INPUTS].length) {
-    text += "\nreads:\n" + it[INPUTS].map((s) => part(s, ", made by " + data.ops[data.storages[s][MAKER]][NAME])).join("\n");
+    text += "\nreads:\n" + it[INPUTS].map((s) => part(s, ", made by " + named(data.ops[data.storages[s][MAKER]]))).join("\n");
   }
   if (it[OUTPUTS].length) {
     text += "\nmakes:\n" + it[OUTPUTS].map((s) => part(s, ", read by " + (readers(s).join(", ") || "none"))).join("\n");

@@ -10,15 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rotor.report.figures import (
-    DASHES,
-    curve_style,
-    gaps,
-    panel_grid,
-    save,
-    shared_legend,
-    styled,
-)
+from rotor.report.figures import DASHES, curve_style, gaps, grid, panel_grid, save, styled
 
 _FAILURES = {"oom": (":", "out of memory below"), "thrash": ("--", "thrashes below")}
 
@@ -38,11 +30,9 @@ def _zones(ax: Any, panel: Mapping[str, Any]) -> None:
     ax.axvspan(constant, constant + bottleneck, color="0.8", linewidth=0, label="largest operation")
 
 
-@styled
-def overhead_grid(
-    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
-) -> list[Path]:
-    """Draw slow-down against memory, a panel for each log; return the files.
+@grid
+def overhead_grid(ax: Any, panel: Mapping[str, Any]) -> None:
+    """Draw slow-down against memory, a panel for each log.
 
     A curve has a gap where a run failed. A vertical line marks its smallest successful ratio if it
     failed below that: dotted for out of memory, dashed for thrashing. The black area is the memory
@@ -50,115 +40,77 @@ def overhead_grid(
 
     Each panel has "title", "constant_ratio", "bottleneck_ratio" and "curves"; a curve has "label",
     "ratios" ascending, "values", "least" and "most" (None where all trials failed), "has_band", and
-    "failure" (None, or "ratio" and "kind", "oom" or "thrash"). `stem` is the file without the
-    ending of its format, one of `FORMATS`.
+    "failure" (None, or "ratio" and "kind", "oom" or "thrash").
     """
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        _zones(ax, panel)
-        for index, curve in enumerate(panel["curves"]):
-            style = curve_style(index)
-            ax.step(
-                curve["ratios"], gaps(curve["values"]), where="post", label=curve["label"], **style
+    _zones(ax, panel)
+    for index, curve in enumerate(panel["curves"]):
+        style = curve_style(index)
+        ax.step(curve["ratios"], gaps(curve["values"]), where="post", label=curve["label"], **style)
+        if curve["has_band"]:
+            ax.fill_between(
+                curve["ratios"],
+                gaps(curve["least"]),
+                gaps(curve["most"]),
+                step="post",
+                color=style["color"],
+                alpha=0.2,
+                linewidth=0,
             )
-            if curve["has_band"]:
-                ax.fill_between(
-                    curve["ratios"],
-                    gaps(curve["least"]),
-                    gaps(curve["most"]),
-                    step="post",
-                    color=style["color"],
-                    alpha=0.2,
-                    linewidth=0,
-                )
-            _failure(ax, curve, style["color"])
-        ax.set(xlim=(0, 1.1), ylim=(0.9, 2.0), xlabel="memory ratio", ylabel="overhead (x)")
-        ax.set_title(panel["title"])
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+        _failure(ax, curve, style["color"])
+    ax.set(xlim=(0, 1.1), ylim=(0.9, 2.0), xlabel="memory ratio", ylabel="overhead (x)")
 
 
-@styled
-def access_grid(
-    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
-) -> list[Path]:
+@grid
+def access_grid(ax: Any, panel: Mapping[str, Any]) -> None:
     """Draw accesses to metadata against memory, on a logarithmic scale; see `overhead_grid`."""
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        for index, curve in enumerate(panel["curves"]):
-            style = curve_style(index)
-            heights = [value if value else math.nan for value in curve["values"]]
-            ax.plot(curve["ratios"], heights, label=curve["label"], **style)
-            _failure(ax, curve, style["color"])
-        ax.set_xlim(0, 1.1)
-        ax.set_yscale("log")
-        ax.set_title(panel["title"])
-        ax.set_xlabel("memory ratio")
-        ax.set_ylabel("accesses to metadata")
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+    for index, curve in enumerate(panel["curves"]):
+        style = curve_style(index)
+        heights = [value if value else math.nan for value in curve["values"]]
+        ax.plot(curve["ratios"], heights, label=curve["label"], **style)
+        _failure(ax, curve, style["color"])
+    ax.set_xlim(0, 1.1)
+    ax.set_yscale("log")
+    ax.set_xlabel("memory ratio")
+    ax.set_ylabel("accesses to metadata")
 
 
-@styled
-def static_grid(
-    panels: Sequence[Mapping[str, Any]], stem: Path, formats: Sequence[str]
-) -> list[Path]:
-    """Draw static plans and heuristics, a panel for each log, to files as `overhead_grid`.
+@grid
+def static_grid(ax: Any, panel: Mapping[str, Any]) -> None:
+    """Draw static plans and heuristics, a panel for each log.
 
     Each panel has "title", "constant_ratio", "bottleneck_ratio", and "curves": "label", "ratios",
     "values" (slow-downs, None for a failure), and "is_static" (drawn dashed).
     """
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        _zones(ax, panel)
-        for index, curve in enumerate(panel["curves"]):
-            style = curve_style(index) | {"linestyle": "-", "linewidth": 1.8, "markersize": 3.5}
-            if curve["is_static"]:
-                style |= {"linestyle": "--", "linewidth": 1.0}
-            ax.step(
-                curve["ratios"], gaps(curve["values"]), where="post", label=curve["label"], **style
-            )
-        ax.set(xlim=(0, 1.1), ylim=(0.9, 2.0), xlabel="memory ratio", ylabel="overhead (x)")
-        ax.set_title(panel["title"])
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+    _zones(ax, panel)
+    for index, curve in enumerate(panel["curves"]):
+        style = curve_style(index) | {"linestyle": "-", "linewidth": 1.8, "markersize": 3.5}
+        if curve["is_static"]:
+            style |= {"linestyle": "--", "linewidth": 1.0}
+        ax.step(curve["ratios"], gaps(curve["values"]), where="post", label=curve["label"], **style)
+    ax.set(xlim=(0, 1.1), ylim=(0.9, 2.0), xlabel="memory ratio", ylabel="overhead (x)")
 
 
-@styled
-def line_figure(
-    panels: Sequence[Mapping[str, Any]],
-    stem: Path,
-    formats: Sequence[str],
-    *,
-    x_label: str,
-    y_label: str,
-) -> list[Path]:
-    """Draw curves on logarithmic scales, a panel for each setting, to files as `overhead_grid`.
+@grid
+def line_figure(ax: Any, panel: Mapping[str, Any], *, x_label: str, y_label: str) -> None:
+    """Draw curves on logarithmic scales, a panel for each setting.
 
     Each panel has "title" and "curves": "label", "x", "y" (None or 0: not drawn), "is_reference"
     (drawn dashed, without marks).
     """
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
-        plain = dashed = 0
-        for curve in panel["curves"]:
-            heights = [value if value else math.nan for value in curve["y"]]
-            if curve["is_reference"]:
-                dash = DASHES[dashed % len(DASHES)]
-                ax.plot(
-                    curve["x"], heights, label=curve["label"], color="0.4", linestyle=dash, lw=0.9
-                )
-                dashed += 1
-            else:
-                ax.plot(curve["x"], heights, label=curve["label"], **curve_style(plain))
-                plain += 1
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_title(panel["title"])
-        ax.set_xlabel(x_label)
-        ax.set_ylabel(y_label)
-    shared_legend(figure, axes)
-    return save(figure, stem, formats)
+    plain = dashed = 0
+    for curve in panel["curves"]:
+        heights = [value if value else math.nan for value in curve["y"]]
+        if curve["is_reference"]:
+            dash = DASHES[dashed % len(DASHES)]
+            ax.plot(curve["x"], heights, label=curve["label"], color="0.4", linestyle=dash, lw=0.9)
+            dashed += 1
+        else:
+            ax.plot(curve["x"], heights, label=curve["label"], **curve_style(plain))
+            plain += 1
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(y_label)
 
 
 @styled
@@ -171,7 +123,7 @@ def heat_map(
     x_label: str,
     y_label: str,
 ) -> list[Path]:
-    """Draw which storages are in memory over time, as dark points, to files as `overhead_grid`.
+    """Draw which storages are in memory over time, as dark points; return the files.
 
     Rows of `resident` are storages, columns are moments.
     """
