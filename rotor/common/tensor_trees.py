@@ -136,11 +136,15 @@ def versions(value: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tree_tensors(value))
 
 
+class NotPassedOn(TypeError):
+    """Output of a stage that no chain can pass on."""
+
+
 def check_output(name: str, value: Any) -> None:
-    """Raise TypeError, with the stage's name, if the output of a stage cannot be passed on."""
+    """Raise NotPassedOn, with the stage's name, if the output of a stage cannot be passed on."""
     if isinstance(value, torch.Tensor):
         if value.layout == torch.jagged:
-            raise TypeError(
+            raise NotPassedOn(
                 f"stage {name} returned a jagged tensor, whose sizes are known only in a step: "
                 'give the model a padded tensor, or use engine="dynamic"'
             )
@@ -153,7 +157,7 @@ def check_output(name: str, value: Any) -> None:
     ]
     if wrong or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         found = type(wrong[0] if wrong else value).__name__
-        raise TypeError(
+        raise NotPassedOn(
             f"stage {name} returned {found}, expected a tensor or a tuple, list or dict with "
             "tensors: return the tensors that the next stage needs"
         )

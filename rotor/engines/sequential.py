@@ -19,6 +19,7 @@ import torch
 from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
 from rotor.common.frames import release
+from rotor.common.tensor_trees import NotPassedOn
 from rotor.common.undisturbed import Untriable, training_flags_kept
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.chain.measures import Inspection
@@ -199,7 +200,7 @@ class SequentialEngine(ChainEngine):
         self._take_back_reasons(key.measured)
         try:
             return super().measure(key, call)
-        except Untriable as error:
+        except (NotPassedOn, Untriable) as error:
             if self.context.peers.ranks is not None or not self.settings.preserve_rng_state:
                 raise
             raise Unsuited(str(error)) from None

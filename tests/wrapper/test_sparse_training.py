@@ -185,3 +185,4 @@ def test_sizes_known_only_in_a_step_run_or_are_refused_in_words(engine: str):
         else:
             found, expected = gradients(model, net, batch), gradients(plain, plain, batch)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert not any("please report" in reason for reason in model.plan.why.values())
