@@ -35,6 +35,13 @@ _NESTED = (
 )
 
 
+COMPILES = (
+    "an operator that compiles its functions (torch.cond, while_loop, scan, map) within "
+    "rotor.dtr.budget: compiled kernels would read what is evicted. Write it as Python's if or "
+    "for, or leave it to the graph engine of rotor.Checkpointable"
+)
+
+
 def current() -> Session | None:
     """Return the session that this thread runs in, ``None`` outside."""
     return _current[-1] if _holder == [threading.get_ident()] else None
@@ -221,11 +228,7 @@ def _eager() -> Iterator[None]:
     def leave(model: Any = None, **_: Any) -> Any:
         """Return the model uncompiled (`torch.compile`)."""
         if sys._getframe(1).f_globals["__name__"].startswith("torch._higher_order_ops"):
-            raise RuntimeError(
-                "an operator that compiles its functions (torch.cond, while_loop, scan, map) "
-                "within rotor.dtr.budget: compiled kernels would read what is evicted. Write it "
-                "as Python's if or for, or leave it to the graph engine of rotor.Checkpointable"
-            )
+            raise RuntimeError(COMPILES)
         warnings.warn(
             "torch.compile within rotor.dtr.budget: compiled kernels would read what is evicted, "
             "so the function is left as it is written, after the budget too. Compile it before, "

@@ -49,6 +49,7 @@ class PlainEngine(Engine):
     name: ClassVar[str] = "plain"
     depends_on_structure: ClassVar[bool] = False
     plans_ahead: ClassVar[bool] = False
+    fallback = "no engine can plan the model: plain PyTorch runs it, and nothing keeps the limit."
 
     def key(self, call: Call) -> Key:
         """Return the device: nothing else matters."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from rotor.engines.contract import Call, Context, Engine, Key, Refusal
 from rotor.engines.dynamic.engine import DynamicEngine
+from rotor.engines.plain import PlainEngine
 from rotor.engines.sequential import SequentialEngine
 from rotor.wrapper.registry import engines_for
 
@@ -83,9 +84,13 @@ class Order:
             return
         reason = self.taken_over.get(self.of(key))
         self.taken_over.clear()
-        fallback = self.of(key).fallback
-        if reason is not None and fallback:
-            self._context.warn("capture", f"{fallback} The reason:\n{reason}")
+        engine = self.of(key)
+        if reason is not None and engine.fallback:
+            self._context.warn(
+                # Failures of the others are told with the name of the last engine.
+                engine.name if isinstance(engine, PlainEngine) else "capture",
+                f"{engine.fallback} The reason:\n{reason}",
+            )
 
     def is_hopeless(self) -> bool:
         """Return whether the model differs from call to call: capturing costs more than a step."""

@@ -397,6 +397,27 @@ def test_what_is_noted_before_a_forward_raises_is_metered(engine):
         pass
 
 
+class Compiling(Block):
+    """A model without captured parts, which reaches an operator that compiles its functions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x) if x.detach().sum().item() > -1e9 else x
+        if self.calls < 3:
+            return x
+        return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+
+
+def test_an_operator_that_compiles_its_functions_goes_on_as_plain_pytorch():
+    torch.manual_seed(0)
+    net = Compiling()
+    plain = copy.deepcopy(net)
+    model = rotor.Checkpointable(net, mem_limit="1 MB")
+    found, told = heard(lambda: steps(model, net, 5))
+    assert same(found, heard(lambda: steps(plain, plain, 5))[0])
+    assert net.calls == plain.calls == 5
+    assert len([text for text in told if "nothing keeps the limit" in text]) == 1
+
+
 class Advances(nn.Module):
     """A model that writes to one of its arguments."""
 

@@ -15,7 +15,8 @@ from rotor.common.frames import warn_caller
 from rotor.common.model_state import refuse_sharded
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import trial
-from rotor.engines.contract import Call, Context, Engine, IsPending, Key, StartMeter
+from rotor.dtr.context import COMPILES
+from rotor.engines.contract import Call, CannotPlan, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
 from rotor.engines.dynamic.step import BudgetedStep
 from rotor.errors import MemoryLimitWarning, RecomputationError
@@ -154,7 +155,12 @@ class DynamicEngine(Engine):
             )
         plan.verify = self.settings.verify
         meter: Any = start()
-        step, output = self._run(plan, call, meter=meter)
+        try:
+            step, output = self._run(plan, call, meter=meter)
+        except RuntimeError as error:
+            if error.args == (COMPILES,):
+                raise CannotPlan(error) from None
+            raise
         if meter is not None:
             plan.output_bytes, step.is_metered = step.output_bytes, True
             meter.forward_done(output_tensors(output))
