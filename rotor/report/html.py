@@ -53,12 +53,15 @@ def graph_page(
         ["storages", str(len(graph.storages))],
         ["every operation once", format_seconds(graph.total_time)],
     ]
-    data = _data(graph, program) | {"limit": limit_bytes, "measured": _levels(measured_bytes)}
-    if program is not None:
-        rows += [*_program_rows(program), ["recomputation", f"{_recomputation(program):+.1%}"]]
+    summary = None if program is None else summarise(program)
+    data = _data(graph, program, summary)
+    data |= {"limit": limit_bytes, "measured": _levels(measured_bytes)}
+    if program is not None and summary is not None:
+        rows += _program_rows(program, summary)
+        rows.append(["recomputation", f"{_recomputation(program):+.1%}"])
     if limit_bytes is not None:
         rows.append(["limit", format_bytes(limit_bytes)])
-    return _page(About(model=graph.name or "graph"), rows, _again_tables(program), data)
+    return _page(About(model=graph.name or "graph"), rows, _again_tables(graph, summary), data)
 
 
 def program_page(
@@ -69,8 +72,9 @@ def program_page(
     `figures` are rows of name and value. `tables` have a title, and a table, its head first; by
     default what is recomputed most.
     """
-    data = _data(program.graph, program) | {"limit": limit_bytes}
-    return _page(About(), figures, tables or _again_tables(program), data)
+    summary = summarise(program)
+    data = _data(program.graph, program, summary) | {"limit": limit_bytes}
+    return _page(About(), figures, tables or _again_tables(program.graph, summary), data)
 
 
 def plan_page(plan: Any, figures: Rows, tables: Tables = (), about: About | None = None) -> str:
@@ -82,15 +86,15 @@ def plan_page(plan: Any, figures: Rows, tables: Tables = (), about: About | None
     about, program = about or About(), getattr(plan, "program", None)
     if program is None:
         return _page(about, figures, tables, _measured_data(plan))
-    rows = dict(figures)
+    rows, graph, summary = dict(figures), program.graph, summarise(program)
     rows[f"bytes beside the {_what(program)}"] = format_bytes(plan.executor_bytes)
-    rows |= dict(_program_rows(program))
-    data = _data(program.graph, program) | {"own": plan.executor_bytes}
+    rows |= dict(_program_rows(program, summary))
+    data = _data(graph, program, summary) | {"own": plan.executor_bytes}
     data |= {"limit": plan.limit_bytes, "measured": plan.measured_bytes}
     if (measured := plan.measured_timeline) is not None:
         moments = (measured.on_clock_of(plan.predicted_timeline) * 1e9).round().astype(int)
         data["traced"] = _points(moments.tolist(), measured.live_bytes.tolist())
-    return _page(about, list(rows.items()), tables or _again_tables(program), data)
+    return _page(about, list(rows.items()), tables or _again_tables(graph, summary), data)
 
 
 def _measured_data(plan: Any) -> dict[str, Any]:
@@ -130,8 +134,8 @@ def _what(program: Program) -> str:
     return "stages" if isinstance(program, ChainProgram) else "graph"
 
 
-def _program_rows(program: Program) -> list[Any]:
-    summary, what = summarise(program), ("operations run again", len(program.graph))
+def _program_rows(program: Program, summary: Summary) -> list[Any]:
+    what = ("operations run again", len(program.graph))
     if isinstance(program, ChainProgram):
         what = ("stages recomputed", len(program.chain))
     again = sum(entry.runs - 1 for entry in summary.again)
@@ -161,12 +165,10 @@ def _recomputation(program: Program) -> float:
     return (program.makespan - program.waited) / total - 1 if total else 0.0
 
 
-def _again_tables(program: Program | None) -> list[tuple[str, list[list[str]]]]:
+def _again_tables(graph: Graph, summary: Summary | None) -> Tables:
     rows = [["operation", "module", "phase", "runs", "time of one", "extra time"]]
-    if program is None:
-        return []
-    for entry in summarise(program).again[:_MOST_RECOMPUTED]:
-        op = program.graph.operations[entry.operation]
+    for entry in () if summary is None else summary.again[:_MOST_RECOMPUTED]:
+        op = graph.operations[entry.operation]
         cost, extra = format_seconds(op.cost_ns / 1e9), format_seconds(entry.extra_ns / 1e9)
         rows.append([op.name, op.module, op.phase, str(entry.runs), cost, extra])
     return [("Recomputed most", rows)] if len(rows) > 1 else []
@@ -189,9 +191,8 @@ def _levels(measured: int | Sequence[int] | None) -> int | list[int] | None:
     return [int(level) for level in measured]
 
 
-def _data(graph: Graph, program: Program | None) -> dict[str, Any]:
+def _data(graph: Graph, program: Program | None, summary: Summary | None) -> dict[str, Any]:
     """Return the data of the script; rows instead of objects keep large pages small."""
-    summary = None if program is None else summarise(program)
     runs = [1] * len(graph) if program is None else program.runs.tolist()
     kinds = [op.phase for op in graph.operations] if summary is None else summary.operations
     fates = [""] * len(graph.storages)
