@@ -55,6 +55,7 @@ from rotor.wrapper.usage_warnings import (
     is_seen_by_a_mode,
     refuse_outer_transforms,
     runs_first,
+    step_of_this_thread,
     warn_of_checkpointing,
     warn_of_later_code,
     warn_of_measuring,
@@ -110,9 +111,8 @@ class Driver:
 
     def _rediscover_if_changed(self) -> None:
         engine, is_same = self.engines[0], self.context.structure.is_current()
-        if engine.depends_on_structure and fsdp.is_unit(self._wrapper()) != self._is_unit:
-            is_same = False
-        if is_same:
+        is_other = engine.depends_on_structure and fsdp.is_unit(self._wrapper()) != self._is_unit
+        if is_same and not is_other:
             return
         if engine.depends_on_structure:
             self._rediscover()
@@ -218,7 +218,7 @@ class Driver:
             self.forget(key)
             self.context.refusals.pop(key.measured, None)
             try:
-                with dispatch.keys_kept(), _planning, self._announcer.timed():
+                with dispatch.keys_kept(), _planning, self._announcer.timed(), step_of_this_thread:
                     return self._attempts.run(self, call, self._measured, measures=True)
             except NothingToPlan:
                 raise ValueError(
@@ -422,12 +422,12 @@ class Driver:
         if cancel_running(all_steps=False) or is_beside:
             # Another step's backward is pending: a meter would mix both steps.
             self._is_crowded = True
-        self.context.is_stepping = True
+        self.context.is_stepping = step_of_this_thread.is_running = True
         try:
             # The call is in no variable: a kept error's traceback may keep this frame alive.
             return self._attempts.run(self, self._caches.applied(call), self._step)
         finally:
-            self.context.is_stepping = False
+            self.context.is_stepping = step_of_this_thread.is_running = False
 
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)

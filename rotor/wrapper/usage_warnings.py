@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
@@ -21,8 +22,29 @@ from rotor.units import exact_bytes
 _LATER = (GeneratorType, CoroutineType, AsyncGeneratorType, map, filter)
 
 
+class _Step(threading.local):
+    is_running = False
+
+    def __enter__(self) -> None:
+        self.is_running = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_running = False
+
+
+step_of_this_thread = _Step()
+"""State of this thread: a model with a limit is measured in it, or runs a training forward."""
+
+
 def refuse_outer_transforms(context: Context) -> bool:
     """Return whether only plain PyTorch can run a step; raise RuntimeError if an engine is set."""
+    if step_of_this_thread.is_running:
+        context.warn(
+            "nested",
+            "a model with a limit was called within another model with a limit, which holds for "
+            "both: here it runs as plain PyTorch. Wrap the outermost model only",
+        )
+        return True
     reason = _outer_transform()
     if not reason:
         return False
