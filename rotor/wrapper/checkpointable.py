@@ -45,6 +45,10 @@ _NOT_COMPILED = (
 )
 
 
+class _AbsentError(AttributeError, ValueError):
+    """Absence of an attribute that no plan has set: for ``hasattr`` it does not exist."""
+
+
 class Checkpointable(ReportingModule):
     """Model that trains as before, in a given number of bytes.
 
@@ -243,7 +247,10 @@ class Checkpointable(ReportingModule):
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
         if name in self._published:
-            return getattr(self._driver.engines[0], name)
+            try:
+                return getattr(self._driver.engines[0], name)
+            except ValueError as error:
+                raise _AbsentError(*error.args) from None
         if name == "model" and module is not None:
             # Published: the wrapped model, unless the model has an attribute of that name.
             return getattr(module, name, module)

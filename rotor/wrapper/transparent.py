@@ -88,6 +88,11 @@ class _BoundForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.__self__.module.forward)
 
+    @property
+    def __code__(self) -> Any:
+        """Code of the model's forward, in which programs look for names of arguments."""
+        return self.__self__.module.forward.__code__
+
 
 class TransparentModule(nn.Module):
     """Wrapper with the parameters, buffers, children, hooks and keys of `module`, without a prefix.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -162,3 +164,17 @@ def test_dir_lists_the_names_of_both(engine):
     names = {"measure", "compute_sequence", "report", "curve", "mem_limit", "load_plan", "plan"}
     names |= {"sequence"} if engine == "auto" else {"scale", "body"}
     assert names | {"module", "parameters", "forward"} <= set(dir(chk))
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+def test_a_limited_model_can_be_inspected(engine):
+    model = stages() if engine in ("auto", "chain") else whole()
+    plain_code = model.forward.__code__
+    chk = rotor.Checkpointable(model, mem_limit="4 MiB", engine=engine, planning="before")
+    for _ in range(2):
+        assert dict(inspect.getmembers(chk))["mem_limit"] == 4 << 20
+        assert not hasattr(chk, "graph") or engine == "graph"
+        trained(chk)
+    assert chk.forward.__code__ is plain_code
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(chk.eval(), X)(X), model(X))
