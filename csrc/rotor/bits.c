@@ -9,8 +9,6 @@ void rotor_bits_free(rotor_bits_t *self) {
     rotor_bits_init(self);
 }
 
-void rotor_bits_clear(rotor_bits_t *self) { self->count = 0; }
-
 int rotor_bits_cover(rotor_bits_t *self, int32_t first, int32_t count) {
     int32_t begin = self->count == 0 || first < self->first ? first : self->first;
     int32_t old_end = self->first + self->count;

@@ -17,8 +17,6 @@ typedef struct {
 
 void rotor_bits_init(rotor_bits_t *self);
 void rotor_bits_free(rotor_bits_t *self);
-/* Empties the set and keeps the memory. */
-void rotor_bits_clear(rotor_bits_t *self);
 
 /* Makes room for the words of `first` .. `first + count - 1`: adding elements there cannot fail. */
 int rotor_bits_cover(rotor_bits_t *self, int32_t first, int32_t count);

@@ -15,18 +15,6 @@ static const int64_t own_segment = 10 * MIB;
 static const int64_t own_unit = 2 * MIB;
 static const int64_t endless = INT64_C(1) << 46;
 
-enum state { GONE, TAKEN, FREE, UNMAPPED };
-
-struct rotor_block {
-    int64_t address;
-    int64_t size;
-    int64_t requested;
-    int32_t previous; /* neighbours in its segment, or -1 */
-    int32_t next;
-    uint8_t state;
-    uint8_t pool;
-};
-
 static int64_t rounded(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 void rotor_blocks_init(rotor_blocks_t *self, enum rotor_segments segments,
@@ -80,7 +68,8 @@ static void remove_at(rotor_block_list_t *list, int64_t place) {
 }
 
 static rotor_block_list_t *list_of(rotor_blocks_t *self, const rotor_block_t *block) {
-    return block->state == FREE ? &self->free[block->pool] : &self->unmapped[block->pool];
+    bool is_free = block->state == ROTOR_BLOCK_FREE;
+    return is_free ? &self->free[block->pool] : &self->unmapped[block->pool];
 }
 
 static void unlist(rotor_blocks_t *self, int32_t number) {
@@ -130,7 +119,7 @@ static int32_t new_block(rotor_blocks_t *self, uint8_t state, int pool, int64_t 
 }
 
 static void forget_block(rotor_blocks_t *self, int32_t number) {
-    self->blocks[number].state = GONE;
+    self->blocks[number].state = ROTOR_BLOCK_GONE;
     self->blocks[number].next = self->unused;
     self->unused = number;
 }
@@ -212,14 +201,14 @@ static int32_t new_segment(rotor_blocks_t *self, int pool, int64_t size) {
     if (!has_room(self, bytes)) {
         return NO_BLOCK;
     }
-    int32_t block = new_block(self, TAKEN, pool, self->next_address, bytes);
+    int32_t block = new_block(self, ROTOR_BLOCK_TAKEN, pool, self->next_address, bytes);
     self->next_address += bytes;
     count_reserved(self, pool, bytes);
     return block;
 }
 
 static bool is_block_taken(const rotor_blocks_t *self, int32_t number) {
-    return number == NO_BLOCK || self->blocks[number].state == TAKEN;
+    return number == NO_BLOCK || self->blocks[number].state == ROTOR_BLOCK_TAKEN;
 }
 
 /* True if the block and those after it, up to one in use, have so many bytes. */
@@ -245,7 +234,7 @@ static int32_t find_range(rotor_blocks_t *self, int pool, int64_t size) {
     }
     int64_t bytes = rounded(self->capacity_bytes + self->capacity_bytes / 8, pieces[pool]);
     int64_t address = rounded(self->next_address, pieces[pool]);
-    int32_t range = new_block(self, UNMAPPED, pool, address, bytes);
+    int32_t range = new_block(self, ROTOR_BLOCK_UNMAPPED, pool, address, bytes);
     self->next_address = address + bytes;
     enlist(self, range);
     return range;
@@ -260,9 +249,9 @@ static bool map_range(rotor_blocks_t *self, int32_t number, int64_t size) {
     }
     unlist(self, number);
     if (bytes < self->blocks[number].size) {
-        enlist(self, cut(self, number, bytes, UNMAPPED));
+        enlist(self, cut(self, number, bytes, ROTOR_BLOCK_UNMAPPED));
     }
-    self->blocks[number].state = FREE;
+    self->blocks[number].state = ROTOR_BLOCK_FREE;
     join_and_enlist(self, number);
     count_reserved(self, pool, bytes);
     return true;
@@ -270,7 +259,7 @@ static bool map_range(rotor_blocks_t *self, int32_t number, int64_t size) {
 
 static int32_t grow_range(rotor_blocks_t *self, int pool, int64_t size) {
     int32_t number = find_range(self, pool, size);
-    if (self->blocks[number].state == UNMAPPED && !map_range(self, number, size)) {
+    if (self->blocks[number].state == ROTOR_BLOCK_UNMAPPED && !map_range(self, number, size)) {
         return NO_BLOCK;
     }
     while (self->blocks[number].size < size) {
@@ -300,21 +289,22 @@ static void unmap_range(rotor_blocks_t *self, int32_t number) {
     }
     unlist(self, number);
     if (end < block->address + block->size) {
-        enlist(self, cut(self, number, end - block->address, FREE));
+        enlist(self, cut(self, number, end - block->address, ROTOR_BLOCK_FREE));
     }
     if (begin > self->blocks[number].address) {
         int32_t before = number;
-        number = cut(self, before, begin - self->blocks[before].address, UNMAPPED);
+        number = cut(self, before, begin - self->blocks[before].address, ROTOR_BLOCK_UNMAPPED);
         enlist(self, before);
     }
-    self->blocks[number].state = UNMAPPED;
+    self->blocks[number].state = ROTOR_BLOCK_UNMAPPED;
     join_and_enlist(self, number);
     count_reserved(self, self->blocks[number].pool, begin - end);
 }
 
 static void drop_empty_range(rotor_blocks_t *self, int32_t number) {
     const rotor_block_t *block = &self->blocks[number];
-    if (block->state == UNMAPPED && block->previous == NO_BLOCK && block->next == NO_BLOCK) {
+    if (block->state == ROTOR_BLOCK_UNMAPPED && block->previous == NO_BLOCK &&
+        block->next == NO_BLOCK) {
         unlist(self, number);
         forget_block(self, number);
     }
@@ -360,7 +350,7 @@ int rotor_blocks_release(rotor_blocks_t *self) {
 /* The bytes to which a free block could grow. */
 static int64_t block_reach(const rotor_blocks_t *self, int32_t number) {
     const rotor_block_t *block = &self->blocks[number];
-    bool grows = block->next != NO_BLOCK && self->blocks[block->next].state == UNMAPPED;
+    bool grows = block->next != NO_BLOCK && self->blocks[block->next].state == ROTOR_BLOCK_UNMAPPED;
     return block->size + (grows ? self->blocks[block->next].size : 0);
 }
 
@@ -387,7 +377,7 @@ static void split(rotor_blocks_t *self, int32_t number, int64_t size) {
     int64_t rest = block->size - size;
     bool is_fine = block->pool == SMALL || self->segments == ROTOR_SEGMENTS_EXPANDABLE;
     if (is_fine ? rest >= UNIT : rest > largest_small) {
-        enlist(self, cut(self, number, size, FREE));
+        enlist(self, cut(self, number, size, ROTOR_BLOCK_FREE));
     }
 }
 
@@ -421,7 +411,7 @@ int rotor_blocks_take(rotor_blocks_t *self, int64_t bytes, int32_t *block) {
         return ROTOR_ERR_INFEASIBLE;
     }
     split(self, number, size);
-    self->blocks[number].state = TAKEN;
+    self->blocks[number].state = ROTOR_BLOCK_TAKEN;
     self->blocks[number].requested = bytes;
     count_taken(self, &self->blocks[number], 1);
     *block = number;
@@ -431,60 +421,8 @@ int rotor_blocks_take(rotor_blocks_t *self, int64_t bytes, int32_t *block) {
 void rotor_blocks_give(rotor_blocks_t *self, int32_t block) {
     count_taken(self, &self->blocks[block], -1);
     self->blocks[block].requested = 0;
-    self->blocks[block].state = FREE;
+    self->blocks[block].state = ROTOR_BLOCK_FREE;
     join_and_enlist(self, block);
-}
-
-/* -- checks */
-
-static const char *list_fault(const rotor_blocks_t *self, const rotor_block_list_t *list,
-                              enum state state) {
-    for (int64_t k = 0; k < list->count; k++) {
-        const rotor_block_t *block = &self->blocks[list->items[k]];
-        if (block->state != state) {
-            return "a listed block has another state";
-        }
-        if (k > 0 && !comes_before(self, list, &self->blocks[list->items[k - 1]], block)) {
-            return "a list is out of order";
-        }
-    }
-    return NULL;
-}
-
-const char *rotor_blocks_fault(const rotor_blocks_t *self) {
-    int64_t bytes[4] = {0, 0, 0, 0};
-    int64_t counts[4] = {0, 0, 0, 0};
-    for (int64_t k = 0; k < self->block_count; k++) {
-        const rotor_block_t *block = &self->blocks[k];
-        bytes[block->state] += block->state == GONE ? 0 : block->size;
-        counts[block->state]++;
-        if (block->state == GONE || block->next == NO_BLOCK) {
-            continue;
-        }
-        const rotor_block_t *next = &self->blocks[block->next];
-        if (next->previous != k || next->address != block->address + block->size) {
-            return "neighbours are not linked, or have a gap";
-        }
-        if (block->state != TAKEN && block->state == next->state) {
-            return "neighbours of one state were not joined";
-        }
-    }
-    for (int pool = SMALL; pool <= LARGE; pool++) {
-        const char *fault = list_fault(self, &self->free[pool], FREE);
-        fault = fault != NULL ? fault : list_fault(self, &self->unmapped[pool], UNMAPPED);
-        if (fault != NULL) {
-            return fault;
-        }
-    }
-    if (counts[FREE] != self->free[SMALL].count + self->free[LARGE].count ||
-        counts[UNMAPPED] != self->unmapped[SMALL].count + self->unmapped[LARGE].count) {
-        return "a free or unmapped block is in no list";
-    }
-    if (bytes[TAKEN] != self->figures.allocated ||
-        bytes[TAKEN] + bytes[FREE] != self->figures.reserved) {
-        return "the figures are not those of the blocks";
-    }
-    return NULL;
 }
 
 /* -- replay */
@@ -516,11 +454,9 @@ static int replay_event(rotor_blocks_t *self, int64_t event, int32_t *made, int6
 
 int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_bytes, int64_t piece,
                               int64_t most, const int64_t *events, int64_t length,
-                              int64_t *levels, int32_t *made, int64_t *replayed,
-                              rotor_blocks_figures_t *figures) {
+                              int64_t *levels, int32_t *made, rotor_blocks_figures_t *figures) {
     rotor_blocks_t self;
     int64_t made_count = 0;
-    int64_t k = 0;
     int32_t first;
     int ret = ROTOR_OK;
 
@@ -532,7 +468,7 @@ int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_byt
         }
         rotor_blocks_give(&self, first);
     }
-    for (; k < length && self.figures.reserved <= most; k++) {
+    for (int64_t k = 0; k < length && self.figures.reserved <= most; k++) {
         ret = replay_event(&self, events[k], made, &made_count);
         if (ret != ROTOR_OK) {
             goto out;
@@ -541,9 +477,6 @@ int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_byt
             levels[2 * k] = self.figures.allocated;
             levels[2 * k + 1] = self.figures.reserved;
         }
-    }
-    if (replayed != NULL) {
-        *replayed = k;
     }
     *figures = self.figures;
 out:
@@ -559,7 +492,7 @@ int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
         return ROTOR_ERR_NO_MEMORY;
     }
     int ret = rotor_blocks_replay_after(segments, capacity_bytes, 0, INT64_MAX, events, length,
-                                        levels, made, NULL, figures);
+                                        levels, made, figures);
     rotor_free(made);
     return ret;
 }

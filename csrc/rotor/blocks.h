@@ -41,7 +41,23 @@ typedef struct {
     int64_t refused; /* allocations that failed all the same */
 } rotor_blocks_figures_t;
 
-typedef struct rotor_block rotor_block_t;
+enum rotor_block_state {
+    ROTOR_BLOCK_GONE,
+    ROTOR_BLOCK_TAKEN,
+    ROTOR_BLOCK_FREE,
+    ROTOR_BLOCK_UNMAPPED
+};
+
+typedef struct {
+    /* state */
+    int64_t address;
+    int64_t size;
+    int64_t requested;
+    int32_t previous; /* neighbours in its segment, or -1 */
+    int32_t next;
+    uint8_t state;
+    uint8_t pool;
+} rotor_block_t;
 
 /* Blocks in an order, by number. */
 typedef struct {
@@ -77,8 +93,6 @@ int rotor_blocks_take(rotor_blocks_t *self, int64_t bytes, int32_t *block);
 void rotor_blocks_give(rotor_blocks_t *self, int32_t block);
 /* Gives cached memory back to the device. */
 int rotor_blocks_release(rotor_blocks_t *self);
-/* The first broken invariant as a sentence, or NULL; for tests. */
-const char *rotor_blocks_fault(const rotor_blocks_t *self);
 
 /*
  * Replays events from an empty allocator. An event e >= 0 allocates e bytes (nothing for 0); the
@@ -94,12 +108,10 @@ int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
 
 /*
  * The same after a piece (0: none) that is allocated and freed, up to the first event after which
- * more than `most` bytes are reserved. `made` has room for as many numbers as there are events;
- * `replayed` (may be NULL) has the number of events that were replayed.
+ * more than `most` bytes are reserved. `made` has room for as many numbers as there are events.
  */
 int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_bytes, int64_t piece,
                               int64_t most, const int64_t *events, int64_t length,
-                              int64_t *levels, int32_t *made, int64_t *replayed,
-                              rotor_blocks_figures_t *figures);
+                              int64_t *levels, int32_t *made, rotor_blocks_figures_t *figures);
 
 #endif

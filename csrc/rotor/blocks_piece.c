@@ -17,7 +17,7 @@ typedef struct {
 static int replay(const fitting_t *self, int64_t bytes, int64_t most,
                   rotor_blocks_figures_t *found) {
     return rotor_blocks_replay_after(ROTOR_SEGMENTS_ORDINARY, 0, bytes, most, self->events,
-                                     self->length, NULL, self->made, NULL, found);
+                                     self->length, NULL, self->made, found);
 }
 
 /* Tries the pieces from `begin` to `end`, which are multiples of 2 MiB. */

@@ -22,20 +22,15 @@ static int chain_check(const rotor_chain_t *c, int64_t *bad) {
     if (c->n > (INT64_C(1) << 18)) {
         return ROTOR_ERR_TOO_LARGE;
     }
-    const int64_t *sizes[] = {c->x, c->xbar, c->fe_tmp, c->fn_tmp, c->grad, c->pgrad};
-    const int64_t lengths[] = {c->n + 1, c->n, c->n, c->n, c->n + 1, c->n};
-    for (size_t k = 0; k < sizeof(sizes) / sizeof(sizes[0]); k++) {
-        ret = check_values(sizes[k], lengths[k], ROTOR_ERR_NEGATIVE_SIZE, bad);
-        if (ret != ROTOR_OK) {
+    enum { SIZES = 6, VALUES = 8 };
+    const int64_t *values[VALUES] = {c->x,    c->xbar,  c->fe_tmp,     c->fn_tmp,
+                                     c->grad, c->pgrad, c->forward_ns, c->backward_ns};
+    for (int k = 0; k < VALUES; k++) {
+        bool is_longer = values[k] == c->x || values[k] == c->grad;
+        int negative = k < SIZES ? ROTOR_ERR_NEGATIVE_SIZE : ROTOR_ERR_NEGATIVE_TIME;
+        if ((ret = check_values(values[k], c->n + is_longer, negative, bad)) != ROTOR_OK) {
             return ret;
         }
-    }
-    ret = check_values(c->forward_ns, c->n, ROTOR_ERR_NEGATIVE_TIME, bad);
-    if (ret == ROTOR_OK) {
-        ret = check_values(c->backward_ns, c->n, ROTOR_ERR_NEGATIVE_TIME, bad);
-    }
-    if (ret != ROTOR_OK) {
-        return ret;
     }
     for (int64_t i = 0; i < c->n; i++) {
         if (c->b_tmp[i] < -c->grad[i] || c->b_tmp[i] > ROTOR_MAX_VALUE) {
@@ -65,14 +60,12 @@ int rotor_chain_init(rotor_chain_t *self, const rotor_chain_t *source, int64_t *
     int64_t *cursor;
 
     memset(self, 0, sizeof(*self));
-    ret = chain_check(source, bad);
-    if (ret != ROTOR_OK) {
-        goto out;
+    if ((ret = chain_check(source, bad)) != ROTOR_OK) {
+        return ret;
     }
     self->block = rotor_malloc_array(12 * n + 4, sizeof(int64_t));
     if (self->block == NULL) {
-        ret = ROTOR_ERR_NO_MEMORY;
-        goto out;
+        return ROTOR_ERR_NO_MEMORY;
     }
     cursor = self->block;
     self->n = n;
@@ -101,8 +94,7 @@ int rotor_chain_init(rotor_chain_t *self, const rotor_chain_t *source, int64_t *
     for (int64_t l = n - 1; l >= 0; l--) {
         self->pgrad_after[l] = self->pgrad_after[l + 1] + (l + 1 < n ? self->pgrad[l + 1] : 0);
     }
-out:
-    return ret;
+    return ROTOR_OK;
 }
 
 void rotor_chain_free(rotor_chain_t *self) {

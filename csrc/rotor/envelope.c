@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "vector.h"
+
 /* base + a(m - shift) + b(m) from m = start on. */
 typedef struct rotor_envelope_candidate {
     const rotor_point_t *a;
@@ -58,31 +60,12 @@ void rotor_envelope_clear(rotor_envelope_t *self) {
     self->count = 0;
 }
 
-/* Room for `wanted` elements; `place` is the address of the pointer to the first. */
-static int envelope_reserve(void *place, int64_t *capacity, int64_t wanted, size_t size) {
-    if (wanted <= *capacity) {
-        return ROTOR_OK;
-    }
-    int64_t grown = wanted + wanted / 2 + 64;
-    void *block;
-    memcpy(&block, place, sizeof(block));
-    block = rotor_realloc(block, (size_t)grown * size);
-    if (block == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    memcpy(place, &block, sizeof(block));
-    *capacity = grown;
-    return ROTOR_OK;
-}
-
 static int reserve_points(rotor_envelope_t *self, int64_t more) {
-    return envelope_reserve(&self->points, &self->capacity, self->count + more,
-                            sizeof(*self->points));
+    return ROTOR_RESERVE(self->points, self->count, self->capacity, more);
 }
 
 static int push_range(rotor_envelope_t *self, range_t range) {
-    int ret = envelope_reserve(&self->ranges, &self->range_capacity, self->range_count + 1,
-                               sizeof(*self->ranges));
+    int ret = ROTOR_RESERVE(self->ranges, self->range_count, self->range_capacity, 1);
     if (ret == ROTOR_OK) {
         self->ranges[self->range_count++] = range;
     }
@@ -209,8 +192,7 @@ static int divide(rotor_envelope_t *self, int64_t m) {
         right += envelope_value(c, e.a_high, e.b_high) < best;
     }
     self->entry_count += right - count;
-    int ret = envelope_reserve(&self->entries, &self->entry_capacity, self->entry_count + left,
-                               sizeof(*self->entries));
+    int ret = ROTOR_RESERVE(self->entries, self->entry_count, self->entry_capacity, left);
     if (ret != ROTOR_OK) {
         return ret;
     }

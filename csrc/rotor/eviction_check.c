@@ -1,13 +1,5 @@
 #include "eviction_check.h"
 
-static bool is_in_memory(const rotor_eviction_t *self, int64_t storage) {
-    return rotor_eviction_is_present(self, (int32_t)storage);
-}
-
-static bool is_in_use(const rotor_eviction_t *self, int64_t storage) {
-    return rotor_eviction_is_in_use(self, (int32_t)storage);
-}
-
 static const char *check_pool(const rotor_eviction_t *self) {
     int64_t pooled = 0;
     for (int64_t k = 0; k < self->pool_length; k++) {
@@ -20,9 +12,9 @@ static const char *check_pool(const rotor_eviction_t *self) {
     if (pooled != self->pool_count) {
         return "pool_count is not the number of storages in the pool";
     }
-    for (int64_t k = 0; k < self->count; k++) {
+    for (int32_t k = 0; k < self->count; k++) {
         bool is_removed = (self->states[k] & ROTOR_REMOVED) != 0;
-        bool may_go = is_in_memory(self, k) && !is_in_use(self, k);
+        bool may_go = rotor_eviction_is_present(self, k) && !rotor_eviction_is_in_use(self, k);
         bool is_pooled = !is_removed && self->candidates[k].slot >= 0;
         if (is_pooled && (!may_go || self->pool[self->candidates[k].slot] != k)) {
             return "the pool holds a storage that may not be evicted";
@@ -55,9 +47,10 @@ static const char *check_sums(const rotor_eviction_t *self) {
     int64_t locked = 0;
     int64_t compute = 0;
     int64_t grown = 0;
-    for (int64_t k = 0; k < self->count; k++) {
+    for (int32_t k = 0; k < self->count; k++) {
         const rotor_candidate_t *candidate = &self->candidates[k];
-        locked += is_in_memory(self, k) && is_in_use(self, k) ? candidate->bytes : 0;
+        bool is_locked = rotor_eviction_is_present(self, k) && rotor_eviction_is_in_use(self, k);
+        locked += is_locked ? candidate->bytes : 0;
         compute += candidate->compute_ns;
         grown += (self->states[k] & ROTOR_GROWN) != 0;
         if (candidate->locks < 0) {

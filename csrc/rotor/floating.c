@@ -2,7 +2,6 @@
 
 #include <string.h>
 
-
 enum { CHUNK_VALUES = 1 << 17 };
 
 typedef struct floating_chunk {
@@ -267,8 +266,6 @@ static int fill(table_t *k, bool least, const rotor_callback_t *callback) {
     return ret;
 }
 
-void rotor_floating_init(rotor_floating_t *self) { memset(self, 0, sizeof(*self)); }
-
 void rotor_floating_free(rotor_floating_t *self) {
     floating_chunk_t *chunk = self->chunks;
     while (chunk != NULL) {
@@ -308,7 +305,7 @@ int rotor_floating_solve(rotor_floating_t *self, const rotor_chain_t *chain, int
                          int64_t *minimum) {
     int ret;
 
-    rotor_floating_init(self);
+    memset(self, 0, sizeof(*self));
     if (slots < 1 || slots > INT32_MAX / 2) {
         return ROTOR_ERR_BAD_SLOTS;
     }

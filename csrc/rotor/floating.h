@@ -63,7 +63,6 @@ typedef struct {
     int64_t chunk_left;
 } rotor_floating_t;
 
-void rotor_floating_init(rotor_floating_t *self);
 void rotor_floating_free(rotor_floating_t *self);
 
 /*

@@ -15,36 +15,36 @@ typedef struct frontier_chunk {
     rotor_point_t points[];
 } frontier_chunk_t;
 
-static rotor_point_t *frontier_take(rotor_frontier_t *self, int64_t count) {
-    frontier_chunk_t *chunk = self->chunks;
-    rotor_point_t *taken = chunk->points + chunk->used;
-    chunk->used += count;
-    return taken;
-}
-
 /* Makes room for `count` points in the newest chunk. */
 static int frontier_reserve(rotor_frontier_t *self, int64_t count) {
     frontier_chunk_t *chunk = self->chunks;
     if (chunk != NULL && chunk->capacity - chunk->used >= count) {
         return ROTOR_OK;
     }
-    int64_t left = self->max_table_bytes - self->table_bytes - (int64_t)sizeof(frontier_chunk_t);
+    int64_t left = self->max_table_bytes - self->table_bytes - (int64_t)sizeof(*chunk);
     int64_t capacity = rotor_min(CHUNK_POINTS, left / (int64_t)sizeof(rotor_point_t));
     capacity = rotor_max(capacity, count);
-    int64_t bytes = capacity * (int64_t)sizeof(rotor_point_t);
-    if (bytes > left) {
-        return ROTOR_ERR_TABLE_TOO_LARGE;
+    int ret = rotor_malloc_part((int64_t)sizeof(*chunk) + capacity * (int64_t)sizeof(rotor_point_t),
+                                1, self->max_table_bytes, &self->table_bytes, &chunk);
+    if (ret == ROTOR_OK) {
+        *chunk = (frontier_chunk_t){.next = self->chunks, .capacity = capacity};
+        self->chunks = chunk;
     }
-    chunk = rotor_malloc(sizeof(frontier_chunk_t) + (size_t)bytes);
-    if (chunk == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
+    return ret;
+}
+
+/* Makes a copy of some points the frontier of a state. */
+static int frontier_store(rotor_frontier_t *self, const rotor_point_t *from, int64_t count,
+                          rotor_points_t *points) {
+    int ret = frontier_reserve(self, count);
+    *points = (rotor_points_t){.points = NULL, .count = 0};
+    if (ret == ROTOR_OK && count > 0) {
+        frontier_chunk_t *chunk = self->chunks;
+        memcpy(chunk->points + chunk->used, from, (size_t)count * sizeof(*from));
+        *points = (rotor_points_t){.points = chunk->points + chunk->used, .count = count};
+        chunk->used += count;
     }
-    chunk->next = self->chunks;
-    chunk->used = 0;
-    chunk->capacity = capacity;
-    self->chunks = chunk;
-    self->table_bytes += (int64_t)sizeof(frontier_chunk_t) + bytes;
-    return ROTOR_OK;
+    return ret;
 }
 
 static const rotor_points_t *at(const rotor_frontier_t *self, int64_t i, int64_t l) {
@@ -163,15 +163,9 @@ static bool may_record(const rotor_frontier_t *self, int64_t i, int64_t l) {
 
 static int leaf(rotor_frontier_t *self, int64_t i, rotor_points_t *points) {
     const rotor_chain_t *c = self->chain;
-    int ret = frontier_reserve(self, 1);
-    if (ret != ROTOR_OK) {
-        return ret;
-    }
-    rotor_point_t *taken = frontier_take(self, 1);
-    taken->bytes = i == c->n ? rotor_chain_need_loss(c) : rotor_chain_need_tape(c, i, i);
-    taken->excess = 0;
-    *points = (rotor_points_t){.points = taken, .count = 1};
-    return ROTOR_OK;
+    rotor_point_t point = {
+        .bytes = i == c->n ? rotor_chain_need_loss(c) : rotor_chain_need_tape(c, i, i)};
+    return frontier_store(self, &point, 1, points);
 }
 
 static int interval(rotor_frontier_t *self, rotor_envelope_t *work, int64_t i, int64_t l, int64_t limit,
@@ -190,20 +184,7 @@ static int interval(rotor_frontier_t *self, rotor_envelope_t *work, int64_t i, i
                            c->forward_sum[j] - c->forward_sum[i], need, limit);
     }
     int ret = rotor_envelope_solve(work);
-    if (ret == ROTOR_OK) {
-        ret = frontier_reserve(self, work->count);
-    }
-    if (ret != ROTOR_OK) {
-        return ret;
-    }
-    if (work->count == 0) {
-        *points = (rotor_points_t){.points = NULL, .count = 0};
-        return ROTOR_OK;
-    }
-    rotor_point_t *taken = frontier_take(self, work->count);
-    memcpy(taken, work->points, (size_t)work->count * sizeof(*taken));
-    *points = (rotor_points_t){.points = taken, .count = work->count};
-    return ROTOR_OK;
+    return ret == ROTOR_OK ? frontier_store(self, work->points, work->count, points) : ret;
 }
 
 static int curve(rotor_frontier_t *self) {
@@ -252,14 +233,9 @@ int rotor_frontier_solve(rotor_frontier_t *self, const rotor_chain_t *chain, boo
         ret = ROTOR_ERR_OVERFLOW;
         goto out;
     }
-    if (cells > max_table_bytes / (int64_t)sizeof(*self->frontiers)) {
-        ret = ROTOR_ERR_TABLE_TOO_LARGE;
-        goto out;
-    }
-    self->table_bytes = cells * (int64_t)sizeof(*self->frontiers);
-    self->frontiers = rotor_malloc_array(cells, sizeof(*self->frontiers));
-    if (self->frontiers == NULL) {
-        ret = ROTOR_ERR_NO_MEMORY;
+    ret = rotor_malloc_part(cells, sizeof(*self->frontiers), max_table_bytes, &self->table_bytes,
+                            &self->frontiers);
+    if (ret != ROTOR_OK) {
         goto out;
     }
     limits = rotor_malloc_array(cells, sizeof(*limits));
@@ -363,6 +339,6 @@ int rotor_frontier_sequence(const rotor_frontier_t *self, int64_t budget,
         *minimum = self->curve_bytes[0];
         return ROTOR_ERR_INFEASIBLE;
     }
-    return rotor_persistent_walk(self->chain, self, frontier_choose, budget - self->chain->x[0],
-                                 sequence);
+    return rotor_persistent_walk(self->chain->n, self, frontier_choose,
+                                 budget - self->chain->x[0], sequence);
 }

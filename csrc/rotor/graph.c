@@ -15,14 +15,8 @@ void rotor_graph_free(rotor_graph_t *self) {
     rotor_graph_init(self);
 }
 
-static int graph_check(const rotor_graph_t *self, int64_t cost_ns, const int32_t *inputs,
-                       int64_t input_count, const rotor_output_t *outputs, int64_t output_count) {
-    if (cost_ns < 0) {
-        return ROTOR_ERR_NEGATIVE_TIME;
-    }
-    if (cost_ns > ROTOR_MAX_VALUE) {
-        return ROTOR_ERR_TOO_LARGE;
-    }
+static int graph_check(const rotor_graph_t *self, const int32_t *inputs, int64_t input_count,
+                       const rotor_output_t *outputs, int64_t output_count) {
     for (int64_t k = 0; k < input_count; k++) {
         if (inputs[k] < 0 || inputs[k] >= self->tensor_count) {
             return ROTOR_ERR_BAD_OPERATION;
@@ -31,12 +25,6 @@ static int graph_check(const rotor_graph_t *self, int64_t cost_ns, const int32_t
     for (int64_t k = 0; k < output_count; k++) {
         if (outputs[k].alias < -1 || outputs[k].alias >= input_count) {
             return ROTOR_ERR_BAD_OPERATION;
-        }
-        if (outputs[k].bytes < 0) {
-            return ROTOR_ERR_NEGATIVE_SIZE;
-        }
-        if (outputs[k].bytes > ROTOR_MAX_VALUE) {
-            return ROTOR_ERR_TOO_LARGE;
         }
     }
     return ROTOR_OK;
@@ -56,7 +44,7 @@ int rotor_graph_append(rotor_graph_t *self, const char *name, int64_t name_lengt
                        int64_t cost_ns, const int32_t *inputs, int64_t input_count,
                        const rotor_output_t *outputs, int64_t output_count) {
     int64_t characters = name_length + 1;
-    int ret = graph_check(self, cost_ns, inputs, input_count, outputs, output_count);
+    int ret = graph_check(self, inputs, input_count, outputs, output_count);
     if (ret != ROTOR_OK) {
         return ret;
     }

@@ -69,9 +69,8 @@ void rotor_graph_init(rotor_graph_t *self);
 void rotor_graph_free(rotor_graph_t *self);
 
 /*
- * Appends an operation. ROTOR_ERR_NEGATIVE_SIZE, ROTOR_ERR_NEGATIVE_TIME, ROTOR_ERR_TOO_LARGE
- * (ROTOR_MAX_VALUE), ROTOR_ERR_BAD_OPERATION where an input or alias does not exist; the graph is
- * then as it was.
+ * Appends an operation, whose cost and bytes are from 0 to ROTOR_MAX_VALUE. ROTOR_ERR_BAD_OPERATION
+ * where an input or alias does not exist; the graph is then as it was.
  */
 int rotor_graph_append(rotor_graph_t *self, const char *name, int64_t name_length,
                        int64_t cost_ns, const int32_t *inputs, int64_t input_count,

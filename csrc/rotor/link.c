@@ -65,8 +65,7 @@ void rotor_link_times(const rotor_link_t *self, const rotor_dataflow_t *graph, i
     }
 }
 
-int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64_t bytes) {
-    int64_t ns = rotor_link_write_ns(link, bytes);
+int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns) {
     self->write_free = rotor_link_later(rotor_max(self->write_free, self->now), ns);
     self->link_ns = rotor_link_later(self->link_ns, ns);
     if (!link->duplex) {
@@ -75,9 +74,8 @@ int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64
     return self->write_free;
 }
 
-int64_t rotor_clocks_fetch(rotor_clocks_t *self, const rotor_link_t *link, int64_t bytes,
+int64_t rotor_clocks_fetch(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns,
                            int64_t written) {
-    int64_t ns = rotor_link_read_ns(link, bytes);
     self->read_free = rotor_link_later(rotor_max(rotor_max(self->read_free, self->now), written), ns);
     self->link_ns = rotor_link_later(self->link_ns, ns);
     if (!link->duplex) {

@@ -57,9 +57,9 @@ typedef struct {
     int64_t compute_ns; /* of all runs */
 } rotor_clocks_t;
 
-/* The end of a write that is asked for now, of a fetch of what was written at `written`. */
-int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64_t bytes);
-int64_t rotor_clocks_fetch(rotor_clocks_t *self, const rotor_link_t *link, int64_t bytes,
+/* The end of a write that is asked for now, of a fetch of what was written at `written`; both take so long. */
+int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns);
+int64_t rotor_clocks_fetch(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns,
                            int64_t written);
 
 #endif

@@ -95,26 +95,16 @@ static int64_t most_of_names(const rotor_name_t *names, int64_t count) {
     return most;
 }
 
-static int write_one(rotor_log_writer_t *self, const char *before, rotor_name_t name) {
+int rotor_log_write_name(rotor_log_writer_t *self, const char *instruction, rotor_name_t name) {
     int ret = writer_begin(self, most_quoted(name.length));
     if (ret == ROTOR_OK) {
-        writer_put(self, before);
+        writer_put(self, "{\"INSTRUCTION\":\"");
+        writer_put(self, instruction);
+        writer_put(self, "\",\"NAME\":");
         put_string(self, name);
         writer_put(self, "}\n");
     }
     return ret;
-}
-
-int rotor_log_write_constant(rotor_log_writer_t *self, rotor_name_t name) {
-    return write_one(self, "{\"INSTRUCTION\":\"CONSTANT\",\"NAME\":", name);
-}
-
-int rotor_log_write_release(rotor_log_writer_t *self, rotor_name_t name) {
-    return write_one(self, "{\"INSTRUCTION\":\"RELEASE\",\"NAME\":", name);
-}
-
-int rotor_log_write_pin(rotor_log_writer_t *self, rotor_name_t name) {
-    return write_one(self, "{\"INSTRUCTION\":\"PIN\",\"NAME\":", name);
 }
 
 static int write_number(rotor_log_writer_t *self, const char *before, int64_t number,

@@ -26,7 +26,8 @@ void rotor_log_writer_init(rotor_log_writer_t *self);
 void rotor_log_writer_free(rotor_log_writer_t *self);
 
 /* All return ROTOR_OK, ROTOR_ERR_NO_MEMORY or ROTOR_ERR_OVERFLOW; on failure nothing was written. */
-int rotor_log_write_constant(rotor_log_writer_t *self, rotor_name_t name);
+/* CONSTANT, RELEASE or PIN. */
+int rotor_log_write_name(rotor_log_writer_t *self, const char *instruction, rotor_name_t name);
 int rotor_log_write_memory(rotor_log_writer_t *self, rotor_name_t name, int64_t bytes);
 int rotor_log_write_alias(rotor_log_writer_t *self, rotor_name_t name, int64_t alias);
 int rotor_log_write_call(rotor_log_writer_t *self, rotor_name_t name, const rotor_name_t *args,
@@ -38,8 +39,6 @@ int rotor_log_write_mutate(rotor_log_writer_t *self, rotor_name_t name, const ro
 /* COPY, or COPY_FROM where `rebinds`. */
 int rotor_log_write_copy(rotor_log_writer_t *self, rotor_name_t destination, rotor_name_t source,
                          bool rebinds);
-int rotor_log_write_release(rotor_log_writer_t *self, rotor_name_t name);
-int rotor_log_write_pin(rotor_log_writer_t *self, rotor_name_t name);
 int rotor_log_write_annotate(rotor_log_writer_t *self, rotor_name_t annotation);
 
 #endif

@@ -154,7 +154,8 @@ int rotor_persistent_fill(rotor_persistent_t *self, const rotor_chain_t *chain, 
     if (chain->forward_sum[chain->n] > (INT64_C(1) << 62) / chain->n) {
         return ROTOR_ERR_OVERFLOW;
     }
-    if (rotor_persistent_bounds_bytes(chain->n) > max_table_bytes) {
+    /* The bounds of the rows, beside the values. */
+    if (24 * rotor_cells(chain->n) > max_table_bytes) {
         return ROTOR_ERR_TABLE_TOO_LARGE;
     }
     self->chain = chain;
@@ -235,17 +236,17 @@ typedef struct {
     int64_t m;
 } frame_t;
 
-int rotor_persistent_walk(const rotor_chain_t *chain, const void *solver, rotor_choose_t choose_at,
-                          int64_t m, rotor_sequence_t *sequence) {
+int rotor_persistent_walk(int64_t n, const void *solver, rotor_choose_t choose_at, int64_t m,
+                          rotor_sequence_t *sequence) {
     int ret = ROTOR_OK;
     int64_t count = 1;
     /* Each open state has one more frame below those it opens: 2 n + 2 at most. */
-    frame_t *frames = rotor_malloc_array(2 * chain->n + 3, sizeof(*frames));
+    frame_t *frames = rotor_malloc_array(2 * n + 3, sizeof(*frames));
 
     if (frames == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    frames[0] = (frame_t){.i = 0, .l = chain->n, .m = m};
+    frames[0] = (frame_t){.i = 0, .l = n, .m = m};
     while (count > 0 && ret == ROTOR_OK) {
         frame_t f = frames[--count];
         if (f.i < 0) {
@@ -253,7 +254,7 @@ int rotor_persistent_walk(const rotor_chain_t *chain, const void *solver, rotor_
             continue;
         }
         if (f.i == f.l) {
-            if (f.i == chain->n) {
+            if (f.i == n) {
                 ret = rotor_sequence_append(sequence, ROTOR_LOSS, f.i);
                 continue;
             }
@@ -282,7 +283,7 @@ int rotor_persistent_trace(const rotor_persistent_t *self, rotor_sequence_t *seq
     if (self->lo[rotor_cell(self->chain->n, 0, self->chain->n)] > self->slots) {
         return ROTOR_ERR_INFEASIBLE;
     }
-    return rotor_persistent_walk(self->chain, self, persistent_choose, self->slots, sequence);
+    return rotor_persistent_walk(self->chain->n, self, persistent_choose, self->slots, sequence);
 }
 
 /* Fills a table and appends its schedule; *exact is false where rounding has added up in it. */
@@ -405,7 +406,7 @@ int rotor_persistent_minimum(const rotor_chain_t *chain, int64_t max_table_bytes
     if (sequence != NULL) {
         minimum_t solver = {.chain = c, .lo = lo};
         ret = budget < *minimum ? ROTOR_ERR_INFEASIBLE
-                                : rotor_persistent_walk(c, &solver, choose_minimum,
+                                : rotor_persistent_walk(n, &solver, choose_minimum,
                                                         budget - c->x[0], sequence);
     }
 out:

@@ -31,8 +31,8 @@ typedef struct {
 typedef rotor_choice_t (*rotor_choose_t)(const void *solver, int64_t i, int64_t l, int64_t m);
 
 /* Appends the schedule that a solver's choices make of state (0, n) with memory m. */
-int rotor_persistent_walk(const rotor_chain_t *chain, const void *solver, rotor_choose_t choose,
-                          int64_t m, rotor_sequence_t *sequence);
+int rotor_persistent_walk(int64_t n, const void *solver, rotor_choose_t choose, int64_t m,
+                          rotor_sequence_t *sequence);
 
 typedef struct {
     /* input */
@@ -91,9 +91,6 @@ int rotor_persistent_trace(const rotor_persistent_t *self, rotor_sequence_t *seq
 int rotor_persistent_solve(const rotor_chain_t *chain, int64_t budget, int64_t slots,
                            enum rotor_precision precision, int64_t max_table_bytes,
                            const rotor_callback_t *callback, rotor_sequence_t *sequence);
-
-/* Bytes of the bounds of the rows beside the values, for n stages. */
-static inline int64_t rotor_persistent_bounds_bytes(int64_t n) { return 24 * rotor_cells(n); }
 
 /*
  * *minimum is the least budget (bytes, x[0] included) of any persistent schedule, exactly. With a

@@ -30,17 +30,14 @@ int rotor_clock_blocks_load(rotor_clock_blocks_t *self, rotor_slots_t *slots) {
     int ret = slots->slot_capacity <= self->slot_capacity
                   ? ROTOR_OK
                   : clocks_allocate(self, slots->slot_capacity, slots->graph->storage_count);
-    if (ret != ROTOR_OK) {
-        goto out;
-    }
-    self->kept[0] = (rotor_clocks_t){.now = 0};
-    memset(self->kept_written, 0,
-           (size_t)slots->graph->storage_count * sizeof(*self->kept_written));
-    slots->moving.first_changed = 0;
-    (void)rotor_clock_blocks_try(self, slots);
-    rotor_clock_blocks_keep(self, slots);
-out:
-    if (ret != ROTOR_OK) {
+    if (ret == ROTOR_OK) {
+        self->kept[0] = (rotor_clocks_t){.now = 0};
+        memset(self->kept_written, 0,
+               (size_t)slots->graph->storage_count * sizeof(*self->kept_written));
+        slots->moving.first_changed = 0;
+        (void)rotor_clock_blocks_try(self, slots);
+        rotor_clock_blocks_keep(self, slots);
+    } else {
         rotor_clock_blocks_free(self);
     }
     return ret;
@@ -69,12 +66,8 @@ static int64_t written_at(const ticking_t *c, int32_t s) {
 
 static void tick_fetch(ticking_t *c, int32_t s, int32_t slot) {
     const rotor_slots_t *p = c->slots;
-    int64_t begin = rotor_max(rotor_max(c->at.read_free, c->at.now), written_at(c, s));
-    c->at.read_free = rotor_link_later(begin, p->moving.read_ns[s]);
-    c->blocks->tried_ready[slot] = c->at.read_free;
-    if (!p->link->duplex) {
-        c->at.write_free = c->at.read_free;
-    }
+    c->blocks->tried_ready[slot] =
+        rotor_clocks_fetch(&c->at, p->link, p->moving.read_ns[s], written_at(c, s));
 }
 
 /* True if the making in `slot` is the one whose result is written. */
@@ -115,12 +108,8 @@ static void tick_run(ticking_t *c, int32_t op, int32_t slot) {
     for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
         int32_t s = g->outputs[j];
         if (is_written(p, s, slot)) {
-            c->at.write_free =
-                rotor_link_later(rotor_max(c->at.write_free, c->at.now), p->moving.write_ns[s]);
-            c->blocks->tried_written[s] = c->at.write_free;
-            if (!p->link->duplex) {
-                c->at.read_free = c->at.write_free;
-            }
+            c->blocks->tried_written[s] =
+                rotor_clocks_write(&c->at, p->link, p->moving.write_ns[s]);
         }
     }
 }

@@ -8,8 +8,6 @@
 #define MOST_ADDED 48    /* runs that one eviction adds */
 #define REGIONS 64
 
-void rotor_edits_init(rotor_edits_t *self) { memset(self, 0, sizeof(*self)); }
-
 void rotor_edits_free(rotor_edits_t *self) {
     const rotor_link_t *link = self->slots.link;
     rotor_slots_free(&self->slots);
@@ -17,7 +15,7 @@ void rotor_edits_free(rotor_edits_t *self) {
     rotor_free(self->suspects);
     rotor_free(self->region_start);
     rotor_free(self->region_items);
-    rotor_edits_init(self);
+    memset(self, 0, sizeof(*self));
     self->slots.link = link;
 }
 

@@ -41,7 +41,6 @@ typedef struct {
     double score;    /* cost per byte that it frees */
 } rotor_edit_choice_t;
 
-void rotor_edits_init(rotor_edits_t *self);
 void rotor_edits_free(rotor_edits_t *self);
 /* Lays out a valid program; the link of the slots is set before the first one. */
 int rotor_edits_load(rotor_edits_t *self, const rotor_dataflow_t *graph,

@@ -3,15 +3,12 @@
 #include <math.h>
 #include <string.h>
 
-bool rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
+void rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
     static const double powers[][3] = {
         {0.5, 1.0, 1.0}, {1.0, 1.0, 1.0}, {0.3, 0.7, 1.0}, {1.0, 0.5, 1.0},
         {0.0, 1.0, 1.0}, {2.0, 1.0, 1.0}, {1.0, 1.0, 0.7}, {1.0, 1.0, 0.0},
     };
     const int32_t count = (int32_t)(sizeof(powers) / sizeof(powers[0]));
-    if (k >= ROTOR_FIXED_SETTINGS) {
-        return false;
-    }
     *setting = (rotor_setting_t){
         .size_power = powers[k % count][0],
         .distance_power = powers[k % count][1],
@@ -20,7 +17,6 @@ bool rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
         .neighbourhood = 1000,
         .keeps_tapes = k % 2 == 1,
     };
-    return true;
 }
 
 void rotor_setting_random(rotor_random_t *random, rotor_setting_t *setting) {

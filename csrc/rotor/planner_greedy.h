@@ -77,9 +77,9 @@ int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_
                       rotor_random_t *random, int64_t longest, rotor_stop_t *stop,
                       rotor_program_t *program);
 
-/* Setting number k of the fixed ones; false beyond the last. */
+/* Setting number k of the fixed ones. */
 enum { ROTOR_FIXED_SETTINGS = 16 };
-bool rotor_setting_fixed(int32_t k, rotor_setting_t *setting);
+void rotor_setting_fixed(int32_t k, rotor_setting_t *setting);
 void rotor_setting_random(rotor_random_t *random, rotor_setting_t *setting);
 
 #endif

@@ -4,8 +4,6 @@
 
 #define BLOCK ROTOR_BLOCK
 
-void rotor_levels_init(rotor_levels_t *self) { memset(self, 0, sizeof(*self)); }
-
 static int level_arrays(rotor_levels_t *self, int64_t blocks, bool is_new) {
     return ROTOR_ARRAYS(is_new,
         ROTOR_ARRAY(self->level, blocks * BLOCK), ROTOR_ARRAY(self->block_level, blocks),
@@ -14,7 +12,7 @@ static int level_arrays(rotor_levels_t *self, int64_t blocks, bool is_new) {
 
 void rotor_levels_free(rotor_levels_t *self) {
     (void)level_arrays(self, 0, false);
-    rotor_levels_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 static int levels_allocate(rotor_levels_t *self, int64_t capacity) {
@@ -27,27 +25,25 @@ int rotor_levels_reset(rotor_levels_t *self, int32_t block_count) {
     int ret = block_count <= self->block_capacity
                   ? ROTOR_OK
                   : levels_allocate(self, (int64_t)block_count + block_count / 4);
-    if (ret != ROTOR_OK) {
-        goto out;
-    }
-    self->block_count = block_count;
-    memset(self->level, 0, (size_t)block_count * BLOCK * sizeof(*self->level));
-    memset(self->block_level, 0, (size_t)block_count * sizeof(*self->block_level));
-    memset(self->block_most, 0, (size_t)block_count * sizeof(*self->block_most));
-out:
-    if (ret != ROTOR_OK) {
+    if (ret == ROTOR_OK) {
+        self->block_count = block_count;
+        memset(self->level, 0, (size_t)block_count * BLOCK * sizeof(*self->level));
+        memset(self->block_level, 0, (size_t)block_count * sizeof(*self->block_level));
+        memset(self->block_most, 0, (size_t)block_count * sizeof(*self->block_most));
+    } else {
         rotor_levels_free(self);
     }
     return ret;
 }
 
-static void refresh(rotor_levels_t *p, int32_t block) {
+/* The highest level of a part of a block, less that of the block. */
+static int32_t most_of_part(const rotor_levels_t *p, int32_t block, int32_t first, int32_t last) {
     const int32_t *level = p->level + (int64_t)block * BLOCK;
-    int32_t most = level[0];
-    for (int32_t k = 1; k < BLOCK; k++) {
+    int32_t most = level[first];
+    for (int32_t k = first + 1; k <= last; k++) {
         most = level[k] > most ? level[k] : most;
     }
-    p->block_most[block] = most;
+    return most;
 }
 
 static void raise_part(rotor_levels_t *p, int32_t block, int32_t first, int32_t last,
@@ -56,7 +52,7 @@ static void raise_part(rotor_levels_t *p, int32_t block, int32_t first, int32_t 
     for (int32_t k = first; k <= last; k++) {
         level[k] += amount;
     }
-    refresh(p, block);
+    p->block_most[block] = most_of_part(p, block, 0, BLOCK - 1);
 }
 
 void rotor_levels_raise(rotor_levels_t *self, int32_t first, int32_t last, int32_t amount) {
@@ -98,15 +94,6 @@ int32_t rotor_levels_most(const rotor_levels_t *self, int32_t *slot) {
     return most;
 }
 
-static int32_t most_of_part(const rotor_levels_t *p, int32_t block, int32_t first, int32_t last) {
-    const int32_t *level = p->level + (int64_t)block * BLOCK;
-    int32_t most = level[first];
-    for (int32_t k = first + 1; k <= last; k++) {
-        most = level[k] > most ? level[k] : most;
-    }
-    return most + p->block_level[block];
-}
-
 int32_t rotor_levels_most_within(const rotor_levels_t *self, int32_t first, int32_t last) {
     int32_t low = first / BLOCK;
     int32_t high = last / BLOCK;
@@ -114,10 +101,10 @@ int32_t rotor_levels_most_within(const rotor_levels_t *self, int32_t first, int3
         return 0;
     }
     if (low == high) {
-        return most_of_part(self, low, first % BLOCK, last % BLOCK);
+        return most_of_part(self, low, first % BLOCK, last % BLOCK) + self->block_level[low];
     }
-    int32_t most = most_of_part(self, low, first % BLOCK, BLOCK - 1);
-    int32_t end = most_of_part(self, high, 0, last % BLOCK);
+    int32_t most = most_of_part(self, low, first % BLOCK, BLOCK - 1) + self->block_level[low];
+    int32_t end = most_of_part(self, high, 0, last % BLOCK) + self->block_level[high];
     most = end > most ? end : most;
     for (int32_t b = low + 1; b < high; b++) {
         int32_t value = self->block_most[b] + self->block_level[b];

@@ -16,7 +16,6 @@ typedef struct {
     int64_t work;        /* elementary steps so far */
 } rotor_levels_t;
 
-void rotor_levels_init(rotor_levels_t *self);
 void rotor_levels_free(rotor_levels_t *self);
 /* Makes room for blocks of slots, all of level 0. */
 int rotor_levels_reset(rotor_levels_t *self, int32_t block_count);
@@ -28,9 +27,5 @@ void rotor_levels_raise(rotor_levels_t *self, int32_t first, int32_t last, int32
 int32_t rotor_levels_most(const rotor_levels_t *self, int32_t *slot);
 /* The highest level of the slots from first to last; 0 when they are none. */
 int32_t rotor_levels_most_within(const rotor_levels_t *self, int32_t first, int32_t last);
-
-static inline int32_t rotor_levels_at(const rotor_levels_t *self, int32_t slot) {
-    return self->level[slot] + self->block_level[slot / ROTOR_BLOCK];
-}
 
 #endif

@@ -3,7 +3,6 @@
 #include <math.h>
 #include <string.h>
 
-#include "planner_order.h"
 #include "probe.h"
 
 #define FEW_MOVES 2000
@@ -26,6 +25,37 @@
 
 static const double deferred_share[ROTOR_ORDERS] = {0.0, 0.5, 2.0, 4.0, HUGE_VAL};
 
+/* True for an operation of the backward that makes nothing but pinned storages which nothing reads
+ * (gradients of weights), and that reads less than `share` times the bytes that it makes. */
+static bool may_wait(const rotor_dataflow_t *g, double share, int32_t op) {
+    int64_t read = 0;
+    if (g->phase[op] != ROTOR_PHASE_BACKWARD || g->flags[op] != 0 || g->output_bytes[op] == 0) {
+        return false;
+    }
+    for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
+        int32_t s = g->outputs[j];
+        if (!g->pinned[s] || g->user_start[s] < g->user_start[s + 1]) {
+            return false;
+        }
+    }
+    for (int32_t j = g->input_start[op]; j < g->input_start[op + 1]; j++) {
+        read += g->bytes[g->inputs[j]];
+    }
+    return (double)read < share * (double)g->output_bytes[op];
+}
+
+/* The order of the graph with the operations that may wait at its end, in their order. */
+static void defer(const rotor_dataflow_t *graph, double share, int32_t *order) {
+    int32_t count = 0;
+    for (int32_t pass = 0; pass < 2; pass++) {
+        for (int32_t k = 0; k < graph->operation_count; k++) {
+            if (may_wait(graph, share, k) == (pass == 1)) {
+                order[count++] = k;
+            }
+        }
+    }
+}
+
 int rotor_planner_begin(rotor_planner_t *self, const rotor_dataflow_t *graph,
                         const rotor_link_t *link, uint64_t seed, int64_t time_limit_ns,
                         const rotor_stop_t *whole) {
@@ -45,7 +75,7 @@ int rotor_planner_begin(rotor_planner_t *self, const rotor_dataflow_t *graph,
         if (self->orders[k] == NULL) {
             return ROTOR_ERR_NO_MEMORY;
         }
-        (void)rotor_order_defer(graph, deferred_share[k], self->orders[k]);
+        defer(graph, deferred_share[k], self->orders[k]);
         for (int32_t j = 0; j < k; j++) {
             if (self->orders[j] != NULL && memcmp(self->orders[j], self->orders[k], size) == 0) {
                 rotor_free(self->orders[k]);
@@ -191,7 +221,7 @@ static int planner_walk(rotor_planner_t *self, int64_t limit, const rotor_settin
 static void set_fixed(const rotor_planner_t *self, int32_t k, rotor_setting_t *setting) {
     static const double prices[] = {0.5, 0.1, 1.0, 0.25};
     static const double slacks[] = {1.0, 0.9, 0.8};
-    (void)rotor_setting_fixed(self->link == NULL ? k : k / 12, setting);
+    rotor_setting_fixed(self->link == NULL ? k : k / 12, setting);
     if (self->link != NULL) {
         setting->transfer_price = prices[k % 4];
         setting->slack = slacks[k % 3];
@@ -236,7 +266,7 @@ static int walk_down(rotor_planner_t *self, int64_t limit) {
         for (int32_t k = 0; k < DOWN_SETTINGS && ret == ROTOR_OK && !self->stop.is_over &&
                             self->least.cost.peak_bytes > limit;
              k++) {
-            (void)rotor_setting_fixed(k, &setting);
+            rotor_setting_fixed(k, &setting);
             ret = planner_walk(self, limit, &setting);
         }
     }

@@ -21,13 +21,10 @@ static int reserve(rotor_prefetch_t *q, const rotor_dataflow_t *graph, int64_t l
     }
     rotor_prefetch_free(q);
     int ret = prefetch_arrays(q, length, graph->storage_count, true);
-    if (ret != ROTOR_OK) {
-        goto out;
-    }
-    q->capacity = length;
-    q->storage_count = graph->storage_count;
-out:
-    if (ret != ROTOR_OK) {
+    if (ret == ROTOR_OK) {
+        q->capacity = length;
+        q->storage_count = graph->storage_count;
+    } else {
         rotor_prefetch_free(q);
     }
     return ret;

@@ -198,8 +198,9 @@ static void pass(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t it
     if (!rotor_item_is_run(graph, item)) {
         int32_t s = rotor_item_storage(graph, item);
         if (rotor_item_is_fetch(graph, item)) {
-            moves->ready[s] =
-                rotor_clocks_fetch(clocks, self->link, graph->bytes[s], moves->written[s]);
+            moves->ready[s] = rotor_clocks_fetch(
+                clocks, self->link, rotor_link_read_ns(self->link, graph->bytes[s]),
+                moves->written[s]);
         } else {
             clocks->now = rotor_max(clocks->now, moves->written[s]);
         }
@@ -213,7 +214,8 @@ static void pass(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t it
         int32_t s = graph->outputs[j];
         moves->ready[s] = 0;
         if (moves->begun[s] == k) {
-            moves->written[s] = rotor_clocks_write(clocks, self->link, graph->bytes[s]);
+            moves->written[s] = rotor_clocks_write(
+                clocks, self->link, rotor_link_write_ns(self->link, graph->bytes[s]));
         }
     }
 }

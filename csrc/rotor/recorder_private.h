@@ -9,7 +9,6 @@
 #include "eviction_tier.h"
 
 #define ROTOR_NEW_OPERATION (-1)
-#define ROTOR_NO_OPERATION (-2)
 #define ROTOR_FETCH (-3)
 #define ROTOR_UNLIMITED INT64_MAX
 

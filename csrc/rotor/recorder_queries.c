@@ -2,10 +2,6 @@
 #include "recorder.h"
 #include "vector.h"
 
-static bool is_live(const rotor_recorder_t *self, int32_t node) {
-    return (self->nodes[node].state & ROTOR_NODE_LIVE) != 0;
-}
-
 int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node) {
     uint32_t mark = rotor_eviction_mark(&self->eviction);
     uint32_t *marks = self->eviction.marks;
@@ -30,7 +26,7 @@ int rotor_recorder_dependents(rotor_recorder_t *self, int32_t node) {
                 }
                 marks[output] = mark;
                 is_changed = true;
-                if (is_live(self, output)) {
+                if (rotor_recorder_node_is(self, output, ROTOR_NODE_LIVE)) {
                     int ret = rotor_push(&self->work, &found, &self->work_capacity, output);
                     if (ret != ROTOR_OK) {
                         return ret;
@@ -59,16 +55,17 @@ int rotor_recorder_copying(rotor_recorder_t *self, int32_t source, bool *is_wort
     for (int64_t k = 0; ret == ROTOR_OK && k < self->work_count; k++) {
         computed += self->nodes[self->work[k]].bytes;
     }
-    *is_worth = ret == ROTOR_OK && is_live(self, source) && bytes > 0 &&
-                bytes + self->copied_bytes < computed;
+    *is_worth = ret == ROTOR_OK && rotor_recorder_node_is(self, source, ROTOR_NODE_LIVE) &&
+                bytes > 0 && bytes + self->copied_bytes < computed;
     return ret;
 }
 
 int rotor_recorder_evicted(rotor_recorder_t *self) {
     self->work_count = 0;
-    for (int64_t k = 0; k < self->node_count; k++) {
-        if (is_live(self, (int32_t)k) && !rotor_recorder_is_material(self, (int32_t)k)) {
-            int ret = rotor_push(&self->work, &self->work_count, &self->work_capacity, (int32_t)k);
+    for (int32_t k = 0; k < self->node_count; k++) {
+        if (rotor_recorder_node_is(self, k, ROTOR_NODE_LIVE) &&
+            !rotor_recorder_is_material(self, k)) {
+            int ret = rotor_push(&self->work, &self->work_count, &self->work_capacity, k);
             if (ret != ROTOR_OK) {
                 return ret;
             }

@@ -363,8 +363,8 @@ int rotor_replay_run(rotor_replay_t *self, const rotor_callback_t *callback) {
     return ret;
 }
 
-bool rotor_replay_is_defined(const rotor_replay_t *self, int32_t tensor) {
-    return tensor >= 0 && tensor < self->tensor_count && rotor_replay_has(self, tensor);
+bool rotor_replay_is_defined(const rotor_replay_t *self, int64_t tensor) {
+    return tensor >= 0 && tensor < self->tensor_count && rotor_replay_has(self, (int32_t)tensor);
 }
 
 int64_t rotor_replay_locked(const rotor_replay_t *self, int32_t *storages, int64_t capacity) {

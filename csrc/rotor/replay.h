@@ -33,7 +33,7 @@ void rotor_replay_free(rotor_replay_t *self);
  */
 int rotor_replay_run(rotor_replay_t *self, const rotor_callback_t *callback);
 
-bool rotor_replay_is_defined(const rotor_replay_t *self, int32_t tensor);
+bool rotor_replay_is_defined(const rotor_replay_t *self, int64_t tensor);
 
 /* The storages that are in memory and locked or pinned, at most `capacity` of them; all are counted.
  * `storages` may be NULL where capacity is 0. */

@@ -1,5 +1,7 @@
 #include "revolve.h"
 
+#include "persistent.h"
+
 enum { MAX_STAGES = 1 << 18, MAX_FORWARDS = 1 << 28 };
 
 /* C(s + r, s) where it is at most `cap`, else something above it; 0 for r < 0. */
@@ -43,23 +45,19 @@ static int64_t revolve_advance(int64_t stages, int64_t checkpoints) {
     return rotor_max(least, 1);
 }
 
-typedef struct {
-    int64_t i, l, checkpoints;
-} interval_t;
-
-static int append_leaf(rotor_sequence_t *sequence, int64_t i, int64_t n) {
-    int ret = rotor_sequence_append(sequence, ROTOR_FE, i);
-    if (ret == ROTOR_OK && i == n - 1) {
-        ret = rotor_sequence_append(sequence, ROTOR_LOSS, n);
+/* m: the checkpoints that are left. */
+static rotor_choice_t revolve_choose(const void *solver, int64_t i, int64_t l, int64_t m) {
+    const int64_t *n = solver;
+    int64_t last = rotor_min(l, *n - 1);
+    if (i == last) {
+        return (rotor_choice_t){.j = i};
     }
-    return ret == ROTOR_OK ? rotor_sequence_append(sequence, ROTOR_B, i) : ret;
+    int64_t j = m > 0 ? i + revolve_advance(last - i + 1, m) : last;
+    return (rotor_choice_t){.j = j, .first = rotor_max(m - 1, 0), .second = m};
 }
 
 int rotor_revolve_schedule(int64_t n, int64_t checkpoints, rotor_sequence_t *sequence) {
     int64_t first = sequence->length;
-    int64_t count = 0;
-    interval_t *stack;
-    int ret = ROTOR_OK;
 
     if (n < 1) {
         return ROTOR_ERR_BAD_LENGTH;
@@ -70,29 +68,7 @@ int rotor_revolve_schedule(int64_t n, int64_t checkpoints, rotor_sequence_t *seq
     if (n > MAX_STAGES || rotor_revolve_forwards(n, checkpoints) > MAX_FORWARDS) {
         return ROTOR_ERR_TOO_LARGE;
     }
-    stack = rotor_malloc_array(n + 1, sizeof(*stack));
-    if (stack == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    stack[count++] = (interval_t){.i = 0, .l = n - 1, .checkpoints = checkpoints};
-    while (count > 0 && ret == ROTOR_OK) {
-        interval_t now = stack[--count];
-        if (now.i == now.l) {
-            ret = append_leaf(sequence, now.i, n);
-            continue;
-        }
-        int64_t step = now.l - now.i;
-        if (now.checkpoints > 0) {
-            step = revolve_advance(now.l - now.i + 1, now.checkpoints);
-        }
-        int64_t j = now.i + step;
-        stack[count++] =
-            (interval_t){.i = now.i, .l = j - 1, .checkpoints = now.checkpoints};
-        stack[count++] =
-            (interval_t){.i = j, .l = now.l, .checkpoints = rotor_max(now.checkpoints - 1, 0)};
-        ret = rotor_sequence_append_forward(sequence, now.i, j);
-    }
-    rotor_free(stack);
+    int ret = rotor_persistent_walk(n, &n, revolve_choose, checkpoints, sequence);
     if (ret != ROTOR_OK) {
         sequence->length = first;
     }

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "vector.h"
+
 /* Which copy of x[n] is the model's output: none yet, the plain one, the one in xbar[n-1], or one
  * that only the caller still holds. */
 enum { OUTPUT_NONE = 0, OUTPUT_PLAIN = 1, OUTPUT_INSIDE = 2, OUTPUT_ALONE = 3 };
@@ -14,19 +16,11 @@ void rotor_sequence_free(rotor_sequence_t *self) {
 }
 
 int rotor_sequence_append(rotor_sequence_t *self, enum rotor_kind kind, int64_t stage) {
-    if (self->length == self->capacity) {
-        int64_t capacity = self->capacity == 0 ? 64 : 2 * self->capacity;
-        size_t bytes;
-        int ret = rotor_array_bytes(capacity, sizeof(*self->ops), &bytes);
-        rotor_op_t *ops = ret == ROTOR_OK ? rotor_realloc(self->ops, bytes) : NULL;
-        if (ops == NULL) {
-            return ROTOR_ERR_NO_MEMORY;
-        }
-        self->ops = ops;
-        self->capacity = capacity;
+    int ret = ROTOR_RESERVE(self->ops, self->length, self->capacity, 1);
+    if (ret == ROTOR_OK) {
+        self->ops[self->length++] = (rotor_op_t){.kind = (int32_t)kind, .stage = (int32_t)stage};
     }
-    self->ops[self->length++] = (rotor_op_t){.kind = (int32_t)kind, .stage = (int32_t)stage};
-    return ROTOR_OK;
+    return ret;
 }
 
 int rotor_sequence_append_forward(rotor_sequence_t *self, int64_t i, int64_t j) {

@@ -14,17 +14,12 @@ static int compare_times(const void *a, const void *b) {
 
 int rotor_timing_median(const int64_t *samples, int64_t count, double rel_tolerance,
                         int64_t *median_ns, bool *is_stable) {
-    int64_t *sorted = NULL;
-    int ret = ROTOR_OK;
-
     if (count < 1) {
-        ret = ROTOR_ERR_BAD_LENGTH;
-        goto out;
+        return ROTOR_ERR_BAD_LENGTH;
     }
-    sorted = rotor_malloc_array(count, sizeof(*sorted));
+    int64_t *sorted = rotor_malloc_array(count, sizeof(*sorted));
     if (sorted == NULL) {
-        ret = ROTOR_ERR_NO_MEMORY;
-        goto out;
+        return ROTOR_ERR_NO_MEMORY;
     }
     memcpy(sorted, samples, (size_t)count * sizeof(*sorted));
     qsort(sorted, (size_t)count, sizeof(*sorted), compare_times);
@@ -39,9 +34,8 @@ int rotor_timing_median(const int64_t *samples, int64_t count, double rel_tolera
         double error = (double)(sorted[count - 1 - rank] - sorted[rank]) / 2;
         *is_stable = error <= rel_tolerance * ((double)low + (double)gap / 2);
     }
-out:
     rotor_free(sorted);
-    return ret;
+    return ROTOR_OK;
 }
 
 bool rotor_timing_is_enough(const rotor_timing_rule_t *rule, int64_t count, bool is_stable,

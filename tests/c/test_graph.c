@@ -30,10 +30,6 @@ static void test_errors_change_nothing(void) {
     rotor_graph_init(&graph);
     CHECK(append(&graph, 5, 30, -1) == ROTOR_ERR_BAD_OPERATION); /* no input 0 yet */
     CHECK(rotor_graph_append(&graph, "source", 6, 0, NULL, 0, &source, 1) == ROTOR_OK);
-    CHECK(append(&graph, -1, 30, -1) == ROTOR_ERR_NEGATIVE_TIME);
-    CHECK(append(&graph, ROTOR_MAX_VALUE + 1, 30, -1) == ROTOR_ERR_TOO_LARGE);
-    CHECK(append(&graph, 1, -30, -1) == ROTOR_ERR_NEGATIVE_SIZE);
-    CHECK(append(&graph, 1, ROTOR_MAX_VALUE + 1, -1) == ROTOR_ERR_TOO_LARGE);
     CHECK(append(&graph, 1, 30, 2) == ROTOR_ERR_BAD_OPERATION);
     CHECK(append(&graph, 1, 30, -2) == ROTOR_ERR_BAD_OPERATION);
     CHECK(graph.operation_count == 1 && graph.tensor_count == 1 && graph.input_count == 0);

@@ -44,18 +44,18 @@ static void test_transfers(void) {
     CHECK(rotor_link_write_ns(&link, 100) == 13);
     CHECK(rotor_link_write_ns(&link, 101) == 14); /* rounded up */
     CHECK(rotor_link_read_ns(&link, 100) == 23);
-    CHECK(rotor_clocks_write(&clocks, &link, 100) == 18);
-    CHECK(rotor_clocks_fetch(&clocks, &link, 100, 0) == 41); /* after the write */
+    CHECK(rotor_clocks_write(&clocks, &link, 13) == 18);
+    CHECK(rotor_clocks_fetch(&clocks, &link, 23, 0) == 41); /* after the write */
     clocks.now = 50;
-    CHECK(rotor_clocks_fetch(&clocks, &link, 100, 60) == 83); /* after it was written */
+    CHECK(rotor_clocks_fetch(&clocks, &link, 23, 60) == 83); /* after it was written */
     CHECK(clocks.link_ns == 59);
     link.duplex = true;
     clocks = (rotor_clocks_t){.now = 5};
-    CHECK(rotor_clocks_write(&clocks, &link, 100) == 18);
-    CHECK(rotor_clocks_fetch(&clocks, &link, 100, 0) == 28);
+    CHECK(rotor_clocks_write(&clocks, &link, 13) == 18);
+    CHECK(rotor_clocks_fetch(&clocks, &link, 23, 0) == 28);
     link.write_bytes_per_s = 1e-300;
     for (int k = 0; k < 4096; k++) {
-        (void)rotor_clocks_write(&clocks, &link, ROTOR_MAX_VALUE);
+        (void)rotor_clocks_write(&clocks, &link, rotor_link_write_ns(&link, ROTOR_MAX_VALUE));
     }
     CHECK(clocks.write_free == ROTOR_LINK_ENDLESS && clocks.link_ns == ROTOR_LINK_ENDLESS);
 }

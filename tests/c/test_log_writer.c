@@ -13,7 +13,7 @@ static const int64_t mutated[] = {1, 0};
 static int write_all(rotor_log_writer_t *writer) {
     int ret;
     if ((ret = rotor_log_write_annotate(writer, name_of("START"))) != ROTOR_OK ||
-        (ret = rotor_log_write_constant(writer, name_of("w"))) != ROTOR_OK ||
+        (ret = rotor_log_write_name(writer, "CONSTANT", name_of("w"))) != ROTOR_OK ||
         (ret = rotor_log_write_memory(writer, name_of("w"), 0)) != ROTOR_OK ||
         (ret = rotor_log_write_copy(writer, name_of("a"), name_of("w"), false)) != ROTOR_OK ||
         (ret = rotor_log_write_call(writer, name_of("f"), args, 2, results, 2, 1234567890123)) !=
@@ -25,10 +25,10 @@ static int write_all(rotor_log_writer_t *writer) {
         (ret = rotor_log_write_mutate(writer, name_of("g_"), args, 2, mutated, 2, 5)) !=
             ROTOR_OK ||
         (ret = rotor_log_write_copy(writer, name_of("a"), name_of("w"), true)) != ROTOR_OK ||
-        (ret = rotor_log_write_release(writer, name_of("w"))) != ROTOR_OK) {
+        (ret = rotor_log_write_name(writer, "RELEASE", name_of("w"))) != ROTOR_OK) {
         return ret;
     }
-    return rotor_log_write_pin(writer, name_of("b"));
+    return rotor_log_write_name(writer, "PIN", name_of("b"));
 }
 
 static const char expected[] =
@@ -80,9 +80,9 @@ static void escapes_what_json_escapes(void) {
     memcpy(name + length, "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", 10);
     length += 9;
     rotor_log_writer_init(&writer);
-    CHECK(rotor_log_write_constant(&writer, name_of(name)) == ROTOR_OK);
+    CHECK(rotor_log_write_name(&writer, "CONSTANT", name_of(name)) == ROTOR_OK);
     CHECK(rotor_log_write_memory(&writer, name_of(name), 1) == ROTOR_OK);
-    CHECK(rotor_log_write_release(&writer, name_of("")) == ROTOR_OK);
+    CHECK(rotor_log_write_name(&writer, "RELEASE", name_of("")) == ROTOR_OK);
     CHECK(memchr(writer.text, '\x01', (size_t)writer.length) == NULL);
     CHECK(rotor_log_init(&log, true) == ROTOR_OK);
     CHECK(rotor_log_feed(&log, writer.text, writer.length, NULL, &error) == ROTOR_OK);
@@ -130,7 +130,7 @@ static void refuses_names_without_end(void) {
     rotor_log_writer_t writer;
     const rotor_name_t name = {.text = "x", .length = INT32_MAX};
     rotor_log_writer_init(&writer);
-    CHECK(rotor_log_write_release(&writer, name) == ROTOR_ERR_OVERFLOW);
+    CHECK(rotor_log_write_name(&writer, "RELEASE", name) == ROTOR_ERR_OVERFLOW);
     CHECK(writer.length == 0);
     rotor_log_writer_free(&writer);
 }

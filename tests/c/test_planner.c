@@ -1,7 +1,7 @@
 #include "planner_pool.h"
-#include "planner_sequence_check.h"
 #include "planner_spans.h"
 #include "plans.h"
+#include "slots.h"
 
 static void test_plans_are_valid_and_fit(void) {
     rotor_planner_options_t options = {.random_runs = 5, .moves = 3000, .seed = 1};
@@ -81,7 +81,7 @@ static void check_levels(const rotor_slots_t *slots) {
     int32_t at = 0;
     for (int32_t k = 0; k < slots->slot_count; k++) {
         int64_t level = level_of(slots, k);
-        CHECK(rotor_levels_at(&slots->levels, k) == level);
+        CHECK(level_at(&slots->levels, k) == level);
         most = rotor_max(most, level);
     }
     CHECK(rotor_levels_most(&slots->levels, &at) == most && level_of(slots, at) == most);
@@ -134,23 +134,23 @@ static void test_slots(void) {
             CHECK(ret == ROTOR_OK);
             CHECK(cost.time_ns == slots.time_ns);
             CHECK(cost.peak_bytes == rotor_levels_most(&slots.levels, NULL));
-            CHECK(rotor_slots_check(&slots) == NULL);
+            CHECK(slots_fault(&slots) == NULL);
         }
         check_levels(&slots);
         CHECK(slots.change_count > 20);
         rotor_slots_undo(&slots, 0);
         check_levels(&slots);
-        CHECK(rotor_slots_check(&slots) == NULL);
+        CHECK(slots_fault(&slots) == NULL);
         int32_t *broken[] = {&slots.runs[0], &slots.levels.block_most[0], &slots.op_at[0],
                              &slots.repeated_at[1], &slots.events[0].slots[0]};
         for (size_t k = 0; k < sizeof(broken) / sizeof(broken[0]); k++) {
             int32_t was = *broken[k];
             *broken[k] = slots.slot_count - 1 - was;
-            CHECK(rotor_slots_check(&slots) != NULL);
+            CHECK(slots_fault(&slots) != NULL);
             *broken[k] = was;
         }
         slots.time_ns++;
-        CHECK(rotor_slots_check(&slots) != NULL);
+        CHECK(slots_fault(&slots) != NULL);
         CHECK(rotor_slots_store(&slots, &other) == ROTOR_OK);
         CHECK(other.length == program.length &&
               memcmp(other.ops, program.ops, (size_t)program.length * sizeof(int32_t)) == 0);

@@ -1,7 +1,7 @@
 #include "planner_clocks.h"
 #include "planner_pool.h"
-#include "planner_sequence_check.h"
 #include "plans.h"
+#include "slots.h"
 
 static const rotor_link_t plain = {.write_bytes_per_s = 1e11,
                                    .read_bytes_per_s = 1e11,
@@ -14,7 +14,7 @@ static bool agrees(const rotor_slots_t *slots, rotor_clock_blocks_t *clocks) {
     rotor_program_t program;
     rotor_cost_t cost = {0};
     rotor_program_init(&program);
-    CHECK(rotor_slots_check(slots) == NULL);
+    CHECK(slots_fault(slots) == NULL);
     CHECK(rotor_slots_store(slots, &program) == ROTOR_OK);
     int ret = rotor_program_simulate(slots->graph, slots->link, program.ops, program.length, &cost,
                                      NULL, NULL, NULL);

@@ -44,7 +44,7 @@ static void call(rotor_log_writer_t *writer, int64_t result, int64_t first, int6
 
 static void release(rotor_log_writer_t *writer, int64_t tensor) {
     char text[32];
-    CHECK(rotor_log_write_release(writer, name_of(text, 32, 't', tensor)) == ROTOR_OK);
+    CHECK(rotor_log_write_name(writer, "RELEASE", name_of(text, 32, 't', tensor)) == ROTOR_OK);
 }
 
 static void read(rotor_log_t *log, rotor_log_writer_t *writer, enum rotor_output_condition end) {

@@ -1,6 +1,14 @@
-#include "planner_sequence_check.h"
+/* The invariants of a program under change, between two changes. */
+#ifndef ROTOR_TESTS_SLOTS_H
+#define ROTOR_TESTS_SLOTS_H
 
-static const char *check_runs(const rotor_slots_t *self) {
+#include "planner_sequence.h"
+
+static inline int32_t level_at(const rotor_levels_t *levels, int32_t slot) {
+    return levels->level[slot] + levels->block_level[slot / ROTOR_BLOCK];
+}
+
+static inline const char *runs_fault(const rotor_slots_t *self) {
     int64_t time_ns = 0;
     int64_t runs = 0;
     int32_t items = self->link == NULL
@@ -25,7 +33,7 @@ static const char *check_runs(const rotor_slots_t *self) {
                                       : NULL;
 }
 
-static const char *check_events(const rotor_slots_t *self) {
+static inline const char *events_fault(const rotor_slots_t *self) {
     const rotor_dataflow_t *graph = self->graph;
     int64_t events = 0;
     for (int32_t s = 0; s < graph->storage_count; s++) {
@@ -50,14 +58,14 @@ static const char *check_events(const rotor_slots_t *self) {
 }
 
 /* Levels are never negative, and block_most is the largest of each block. */
-static const char *check_levels(const rotor_slots_t *self) {
+static inline const char *levels_fault(const rotor_slots_t *self) {
     const rotor_levels_t *levels = &self->levels;
     int32_t width = self->slot_count / self->block_count;
     for (int32_t block = 0; block < self->block_count; block++) {
         int32_t most = levels->level[block * width];
         for (int32_t slot = block * width; slot < (block + 1) * width; slot++) {
             most = levels->level[slot] > most ? levels->level[slot] : most;
-            if (rotor_levels_at(levels, slot) < 0) {
+            if (level_at(levels, slot) < 0) {
                 return "a level is negative";
             }
         }
@@ -68,8 +76,11 @@ static const char *check_levels(const rotor_slots_t *self) {
     return NULL;
 }
 
-const char *rotor_slots_check(const rotor_slots_t *self) {
-    const char *fault = check_runs(self);
-    fault = fault == NULL ? check_events(self) : fault;
-    return fault == NULL ? check_levels(self) : fault;
+/* The first invariant that does not hold, as a sentence; NULL where all do. */
+static inline const char *slots_fault(const rotor_slots_t *self) {
+    const char *fault = runs_fault(self);
+    fault = fault == NULL ? events_fault(self) : fault;
+    return fault == NULL ? levels_fault(self) : fault;
 }
+
+#endif
