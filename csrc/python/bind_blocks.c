@@ -35,7 +35,7 @@ static PyObject *py_replay_blocks(PyObject *module, PyObject *args) {
 
     if (!PyArg_ParseTuple(args, "OpLp:replay_blocks", &events_object, &expandable, &capacity,
                           &wants_levels) ||
-        py_get_int64(events_object, "events", -1, &events) != 0) {
+        py_get_int64(events_object, "events", &events) != 0) {
         return NULL;
     }
     Py_ssize_t length = events.shape[0];
@@ -71,15 +71,13 @@ PyDoc_STRVAR(fit_piece_doc,
              "\n"
              "Events as of replay_blocks, without BLOCKS_RELEASE, in ordinary segments.");
 
-static PyObject *py_fit_piece(PyObject *module, PyObject *args) {
-    PyObject *events_object;
+static PyObject *py_fit_piece(PyObject *module, PyObject *argument) {
     Py_buffer events;
     rotor_blocks_figures_t without;
     rotor_blocks_piece_t piece;
     int ret;
 
-    if (!PyArg_ParseTuple(args, "O:fit_piece", &events_object) ||
-        py_get_int64(events_object, "events", -1, &events) != 0) {
+    if (py_get_int64(argument, "events", &events) != 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS;
@@ -87,8 +85,7 @@ static PyObject *py_fit_piece(PyObject *module, PyObject *args) {
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&events);
     if (ret != ROTOR_OK) {
-        py_raise_status(module, ret);
-        return NULL;
+        return py_raise_status(module, ret);
     }
     return Py_BuildValue("{s:L,s:L,s:L,s:L}", "bytes", (long long)piece.bytes,
                          "reserved_peak_bytes", (long long)piece.reserved_peak, "small_segments",
@@ -97,7 +94,7 @@ static PyObject *py_fit_piece(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"fit_piece", py_fit_piece, METH_VARARGS, fit_piece_doc},
+    {"fit_piece", py_fit_piece, METH_O, fit_piece_doc},
     {"replay_blocks", py_replay_blocks, METH_VARARGS, replay_blocks_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -27,50 +27,37 @@ enum candidate_field {
 static PyObject *py_candidate_get(PyObject *object, void *closure) {
     py_candidate_t *self = (py_candidate_t *)object;
     rotor_eviction_t *engine = self->engine;
-    int64_t value = 0;
 
     if (engine == NULL) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "a Candidate can be read only while the heuristic is being called");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError,
+                            "a Candidate can be read only while the heuristic is being called");
     }
     const rotor_candidate_t *candidate = &engine->candidates[self->storage];
-    switch ((enum candidate_field)(uintptr_t)closure) {
-    case CANDIDATE_STORAGE:
-        value = self->storage;
-        break;
-    case CANDIDATE_BYTES:
-        value = candidate->bytes;
-        break;
-    case CANDIDATE_COMPUTE:
-        value = candidate->compute_ns;
-        break;
-    case CANDIDATE_LAST_ACCESS:
-        value = candidate->last_access;
-        break;
-    case CANDIDATE_NOW:
-        value = self->now;
-        break;
-    case CANDIDATE_STALENESS:
-        value = self->now - candidate->last_access;
-        break;
-    case CANDIDATE_AFTER:
-        value = rotor_eviction_around(engine, self->storage, ROTOR_CHILDREN);
-        break;
-    case CANDIDATE_BEFORE:
-        value = rotor_eviction_around(engine, self->storage, ROTOR_PARENTS);
-        break;
-    case CANDIDATE_CLASSES:
-        if (!self->has_classes) {
-            PyErr_SetString(PyExc_ValueError,
-                            "class_ns needs classes of evicted storages, which runtime V1 does "
-                            "not keep");
-            return NULL;
-        }
-        value = rotor_eviction_class_sum(engine, self->storage);
-        break;
+    enum candidate_field field = (enum candidate_field)(uintptr_t)closure;
+    if (field == CANDIDATE_CLASSES && !self->has_classes) {
+        return PyErr_Format(PyExc_ValueError, "class_ns needs classes of evicted storages, which "
+                            "runtime V1 does not keep");
     }
-    return PyLong_FromLongLong(value);
+    switch (field) {
+    case CANDIDATE_STORAGE:
+        return PyLong_FromLong(self->storage);
+    case CANDIDATE_BYTES:
+        return PyLong_FromLongLong(candidate->bytes);
+    case CANDIDATE_COMPUTE:
+        return PyLong_FromLongLong(candidate->compute_ns);
+    case CANDIDATE_LAST_ACCESS:
+        return PyLong_FromLongLong(candidate->last_access);
+    case CANDIDATE_NOW:
+        return PyLong_FromLongLong(self->now);
+    case CANDIDATE_STALENESS:
+        return PyLong_FromLongLong(self->now - candidate->last_access);
+    case CANDIDATE_AFTER:
+        return PyLong_FromLongLong(rotor_eviction_around(engine, self->storage, ROTOR_CHILDREN));
+    case CANDIDATE_BEFORE:
+        return PyLong_FromLongLong(rotor_eviction_around(engine, self->storage, ROTOR_PARENTS));
+    default:
+        return PyLong_FromLongLong(rotor_eviction_class_sum(engine, self->storage));
+    }
 }
 
 #define CANDIDATE_GETTER(name, field, doc)                                                         \

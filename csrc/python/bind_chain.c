@@ -1,10 +1,10 @@
 #include "support.h"
 
-#include <string.h>
+/* In the order of the arguments. */
+#define CHAIN_ARRAYS(entry)                                                                        \
+    entry(forward_ns) entry(backward_ns) entry(x) entry(xbar) entry(fe_tmp) entry(fn_tmp)          \
+        entry(b_tmp) entry(grad) entry(pgrad) entry(once)
 
-static const char *const array_names[] = {
-    "forward_ns", "backward_ns", "x", "xbar", "fe_tmp", "fn_tmp", "b_tmp", "grad", "pgrad",
-    "once"};
 enum { ARRAYS = 10 };
 
 static PyObject *raise_chain(PyObject *module, int status, int64_t bad) {
@@ -16,59 +16,43 @@ static PyObject *raise_chain(PyObject *module, int status, int64_t bad) {
 }
 
 static PyObject *py_chain_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *module = PyType_GetModule(type);
-    PyObject *arrays[ARRAYS];
+#define AS_TEXT(name) #name,
+    static const char *const names[] = {CHAIN_ARRAYS(AS_TEXT)};
+#undef AS_TEXT
     Py_buffer views[ARRAYS];
-    int count = 0;
-    int hold_output;
-    long long loss_tmp;
+    rotor_chain_t source = {.n = 0};
+    int64_t bad;
     py_chain_t *self = NULL;
 
-    if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
-        return PyErr_Format(PyExc_TypeError, "Chain takes positional arguments only");
-    }
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOLp:Chain", &arrays[0], &arrays[1], &arrays[2],
-                          &arrays[3], &arrays[4], &arrays[5], &arrays[6], &arrays[7], &arrays[8],
-                          &arrays[9], &loss_tmp, &hold_output)) {
+    if (!py_has_no_names("Chain", kwargs) ||
+        !py_are_counted("Chain", PyTuple_GET_SIZE(args), ARRAYS + 2, ARRAYS + 2)) {
         return NULL;
     }
-    Py_ssize_t n = -1;
-    for (; count < ARRAYS; count++) {
-        bool longer = count == 2 || count == 7;
-        if (py_get_int64(arrays[count], array_names[count], n + (n >= 0 && longer),
-                         &views[count]) != 0) {
+    source.loss_tmp = PyLong_AsLongLong(PyTuple_GET_ITEM(args, ARRAYS));
+    int holds = PyErr_Occurred() ? -1 : PyObject_IsTrue(PyTuple_GET_ITEM(args, ARRAYS + 1));
+    source.hold_output = holds == 1;
+    if (holds < 0 || py_get_arrays(&PyTuple_GET_ITEM(args, 0), names, ARRAYS, views) != 0) {
+        return NULL;
+    }
+    source.n = views[0].shape[0];
+    for (int k = 1; k < ARRAYS; k++) {
+        bool longer = k == 2 || k == 7;
+        if (py_check_length(&views[k], names[k], source.n + longer) != 0) {
             goto out;
         }
-        n = count == 0 ? views[0].shape[0] : n;
     }
+    int at = 0;
+#define TAKE(name) source.name = views[at++].buf;
+    CHAIN_ARRAYS(TAKE)
+#undef TAKE
     self = (py_chain_t *)type->tp_alloc(type, 0);
-    if (self != NULL) {
-        int64_t bad;
-        rotor_chain_t source;
-        memset(&source, 0, sizeof(source));
-        source.n = n;
-        source.forward_ns = views[0].buf;
-        source.backward_ns = views[1].buf;
-        source.x = views[2].buf;
-        source.xbar = views[3].buf;
-        source.fe_tmp = views[4].buf;
-        source.fn_tmp = views[5].buf;
-        source.b_tmp = views[6].buf;
-        source.grad = views[7].buf;
-        source.pgrad = views[8].buf;
-        source.once = views[9].buf;
-        source.loss_tmp = loss_tmp;
-        source.hold_output = hold_output != 0;
-        int ret = rotor_chain_init(&self->chain, &source, &bad);
-        if (ret != ROTOR_OK) {
-            raise_chain(module, ret, bad);
-            Py_CLEAR(self);
-        }
+    int ret = self == NULL ? ROTOR_OK : rotor_chain_init(&self->chain, &source, &bad);
+    if (ret != ROTOR_OK) {
+        raise_chain(PyType_GetModule(type), ret, bad);
+        Py_CLEAR(self);
     }
 out:
-    while (count-- > 0) {
-        PyBuffer_Release(&views[count]);
-    }
+    py_release_arrays(views, ARRAYS);
     return (PyObject *)self;
 }
 
@@ -81,9 +65,8 @@ PyDoc_STRVAR(simulate_doc,
              "simulate(ops, /)\n--\n\n"
              "Price a sequence: (time_ns, peak_bytes, peaks, lives), the last two int64 bytearrays.");
 
-static PyObject *py_chain_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-                                   Py_ssize_t nargs, PyObject *names) {
-    PyObject *module = PyType_GetModule(cls);
+static PyObject *py_chain_simulate(PyObject *object, PyObject *argument) {
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
     py_chain_t *self = (py_chain_t *)object;
     PyObject *peaks = NULL;
     PyObject *lives = NULL;
@@ -92,10 +75,7 @@ static PyObject *py_chain_simulate(PyObject *object, PyTypeObject *cls, PyObject
     Py_buffer view;
     int ret;
 
-    if (nargs != 1 || names != NULL) {
-        return PyErr_Format(PyExc_TypeError, "simulate takes one positional argument");
-    }
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_C_CONTIGUOUS) != 0) {
+    if (PyObject_GetBuffer(argument, &view, PyBUF_C_CONTIGUOUS) != 0) {
         return NULL;
     }
     if (view.len % (Py_ssize_t)sizeof(rotor_op_t) != 0) {
@@ -103,8 +83,8 @@ static PyObject *py_chain_simulate(PyObject *object, PyTypeObject *cls, PyObject
         goto out;
     }
     Py_ssize_t length = view.len / (Py_ssize_t)sizeof(rotor_op_t);
-    peaks = PyByteArray_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(int64_t));
-    lives = PyByteArray_FromStringAndSize(NULL, length * (Py_ssize_t)sizeof(int64_t));
+    peaks = py_int64_bytes(NULL, length);
+    lives = py_int64_bytes(NULL, length);
     if (peaks == NULL || lives == NULL) {
         goto out;
     }
@@ -134,8 +114,7 @@ static PyObject *py_chain_ideal(PyObject *object, void *closure) {
 }
 
 static PyMethodDef chain_methods[] = {
-    {"simulate", (PyCFunction)(void (*)(void))py_chain_simulate,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, simulate_doc},
+    {"simulate", py_chain_simulate, METH_O, simulate_doc},
     {NULL, NULL, 0, NULL},
 };
 

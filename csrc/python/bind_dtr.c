@@ -3,11 +3,11 @@
 PyDoc_STRVAR(source_doc, "source($self, nbytes, is_foreign, place, /)\n--\n\n"
                          "Add a storage that nothing recorded makes; return its number.");
 
-static PyObject *py_recorder_source(METHOD_ARGUMENTS) {
+static PyObject *py_recorder_source(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_recorder_t *self = py_as_recorder(object);
     int64_t bytes;
     int32_t node = -1;
-    if (py_book_expect("source", count, 3, names) != 0 ||
+    if (py_book_expect("source", count, 3) != 0 ||
         py_book_read_int64(args[0], &bytes) != 0 || py_book_forget_gone(self) != 0 ||
         py_book_reserve(self, 1) != 0) {
         return NULL;
@@ -16,21 +16,17 @@ static PyObject *py_recorder_source(METHOD_ARGUMENTS) {
     if (status == ROTOR_OK) {
         self->places[node] = Py_NewRef(args[2]);
     }
-    return py_book_answer(self, type, status, status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
+    return py_book_answer(self, status, status == ROTOR_OK ? PyLong_FromLong(node) : NULL);
 }
 
 PyDoc_STRVAR(begin_doc, "begin($self, nodes, /)\n--\n\n"
                         "Begin an operation with these distinct inputs, which are locked.");
 
-static PyObject *py_recorder_begin(METHOD_ARGUMENTS) {
+static PyObject *py_recorder_begin(PyObject *object, PyObject *argument) {
     py_recorder_t *self = py_as_recorder(object);
-    int32_t few[64];
-    int32_t *nodes = few;
+    int32_t *nodes = NULL;
     PyObject *result = NULL;
-    if (py_book_expect("begin", count, 1, names) != 0) {
-        return NULL;
-    }
-    PyObject *inputs = PySequence_Tuple(args[0]);
+    PyObject *inputs = PySequence_Tuple(argument);
     if (inputs == NULL) {
         return NULL;
     }
@@ -38,7 +34,7 @@ static PyObject *py_recorder_begin(METHOD_ARGUMENTS) {
         goto out;
     }
     Py_ssize_t length = PyTuple_GET_SIZE(inputs);
-    if (length > 64 && (nodes = PyMem_Malloc((size_t)length * sizeof(*nodes))) == NULL) {
+    if ((nodes = PyMem_New(int32_t, (size_t)length)) == NULL) {
         PyErr_NoMemory();
         goto out;
     }
@@ -48,11 +44,9 @@ static PyObject *py_recorder_begin(METHOD_ARGUMENTS) {
         }
     }
     int status = rotor_recorder_begin(&self->book, nodes, length);
-    result = py_book_answer(self, type, status, Py_NewRef(Py_None));
+    result = py_book_answer(self, status, Py_NewRef(Py_None));
 out:
-    if (nodes != few) {
-        PyMem_Free(nodes);
-    }
+    PyMem_Free(nodes);
     Py_DECREF(inputs);
     return result;
 }
@@ -65,12 +59,12 @@ PyDoc_STRVAR(
     "(storage, node, is_moving) to evict now, and ask again. is_moving: the bytes have to be "
     "written to the second tier before, and moved() follows.");
 
-static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
+static PyObject *py_recorder_make_room(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_recorder_t *self = py_as_recorder(object);
     int64_t bytes, enough;
     int32_t node = 0;
     bool is_moving = false;
-    if (py_book_expect("make_room", count, 2, names) != 0 ||
+    if (py_book_expect("make_room", count, 2) != 0 ||
         py_book_read_int64(args[0], &bytes) != 0 || py_book_read_int64(args[1], &enough) != 0) {
         return NULL;
     }
@@ -80,10 +74,10 @@ static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
         }
         int status = rotor_recorder_make_room(&self->book, bytes, enough, &node, &is_moving);
         if (status != ROTOR_OK) {
-            return py_book_answer(self, type, status, NULL);
+            return py_book_answer(self, status, NULL);
         }
         if (node < 0) {
-            return py_book_answer(self, type, status, Py_NewRef(node == -1 ? Py_None : Py_False));
+            return py_book_answer(self, status, Py_NewRef(node == -1 ? Py_None : Py_False));
         }
         PyObject *place = node < self->place_capacity ? self->places[node] : NULL;
         bool is_copy = (self->book.nodes[node].state & ROTOR_NODE_COPY) != 0;
@@ -96,7 +90,7 @@ static PyObject *py_recorder_make_room(METHOD_ARGUMENTS) {
             if (result == NULL && !PyErr_Occurred()) {
                 PyErr_SetString(PyExc_RuntimeError, "the storage of a live node is gone");
             }
-            return py_book_answer(self, type, status, result);
+            return py_book_answer(self, status, result);
         }
         if (py_book_settle(self) != 0) {
             return NULL;
@@ -110,18 +104,15 @@ PyDoc_STRVAR(finish_doc,
              "places, record, /)\n--\n\n"
              "Record the new operation, which ran; return the numbers of its outputs.");
 
-static PyObject *py_recorder_finish(METHOD_ARGUMENTS) {
+static PyObject *py_recorder_finish(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_recorder_t *self = py_as_recorder(object);
     int64_t recorded, cost, workspace, kept;
-    int64_t bytes[64];
-    int32_t origins[64];
-    int32_t nodes[64];
-    int64_t *all_bytes = bytes;
-    int32_t *all_origins = origins;
-    int32_t *all_nodes = nodes;
+    int64_t *bytes = NULL;
+    int32_t *origins = NULL;
+    int32_t *nodes = NULL;
     PyObject *result = NULL;
 
-    if (py_book_expect("finish", count, 8, names) != 0 ||
+    if (py_book_expect("finish", count, 8) != 0 ||
         py_book_read_int64(args[0], &recorded) != 0 || py_book_read_int64(args[3], &cost) != 0 ||
         py_book_read_int64(args[4], &workspace) != 0 || py_book_read_int64(args[5], &kept) != 0) {
         return NULL;
@@ -144,66 +135,214 @@ static PyObject *py_recorder_finish(METHOD_ARGUMENTS) {
         PyErr_SetString(PyExc_RuntimeError, "no new operation is about to finish");
         goto out;
     }
-    if (length > 64) {
-        all_bytes = PyMem_Malloc((size_t)length * sizeof(*all_bytes));
-        all_origins = PyMem_Malloc((size_t)length * sizeof(*all_origins));
-        all_nodes = PyMem_Malloc((size_t)length * sizeof(*all_nodes));
-        if (all_bytes == NULL || all_origins == NULL || all_nodes == NULL) {
-            PyErr_NoMemory();
-            goto out;
-        }
+    bytes = PyMem_New(int64_t, (size_t)length);
+    origins = PyMem_New(int32_t, (size_t)length);
+    nodes = PyMem_New(int32_t, (size_t)length);
+    if (bytes == NULL || origins == NULL || nodes == NULL) {
+        PyErr_NoMemory();
+        goto out;
     }
     for (Py_ssize_t k = 0; k < length; k++) {
         int64_t origin;
-        if (py_book_read_int64(PyList_GET_ITEM(args[1], k), &all_bytes[k]) != 0 ||
+        if (py_book_read_int64(PyList_GET_ITEM(args[1], k), &bytes[k]) != 0 ||
             py_book_read_int64(PyList_GET_ITEM(args[2], k), &origin) != 0) {
             goto out;
         }
-        all_origins[k] = (int32_t)origin;
+        origins[k] = (int32_t)origin;
     }
     int status = py_book_complete(self, &(py_completion_t){
                                             .recorded = recorded,
-                                            .bytes = all_bytes,
-                                            .origins = all_origins,
+                                            .bytes = bytes,
+                                            .origins = origins,
                                             .places = PySequence_Fast_ITEMS(places),
                                             .count = length,
                                             .cost_ns = cost,
                                             .workspace_bytes = workspace,
                                             .kept_bytes = kept,
                                             .record = args[7],
-                                            .nodes = all_nodes,
+                                            .nodes = nodes,
                                         });
     if (status == ROTOR_OK && !PyErr_Occurred()) {
-        result = py_book_node_list(all_nodes, length);
+        result = py_book_node_list(nodes, length);
     }
-    result = py_book_answer(self, type, status, result);
+    result = py_book_answer(self, status, result);
 out:
-    if (all_bytes != bytes) {
-        PyMem_Free(all_bytes);
-        PyMem_Free(all_origins);
-        PyMem_Free(all_nodes);
-    }
+    PyMem_Free(bytes);
+    PyMem_Free(origins);
+    PyMem_Free(nodes);
     Py_DECREF(places);
     return result;
 }
 
 PyDoc_STRVAR(abort_doc, "abort($self, /)\n--\n\nGive up the operation that has begun.");
 
-static PyObject *py_recorder_abort(METHOD_ARGUMENTS) {
+static PyObject *py_recorder_abort(PyObject *object, PyObject *unused) {
     py_recorder_t *self = py_as_recorder(object);
-    if (py_book_expect("abort", count, 0, names) != 0) {
-        return NULL;
-    }
     self->is_borrowed = false;
     int status = rotor_recorder_abort(&self->book);
     return py_book_release_guards(self) != 0
                ? NULL
-               : py_book_answer(self, type, status, Py_NewRef(Py_None));
+               : py_book_answer(self, status, Py_NewRef(Py_None));
+}
+
+/* The operation that has to run again. */
+
+PyDoc_STRVAR(next_doc,
+             "next($self, /)\n--\n\n"
+             "Return the record of the operation to run again now, or None: the inputs are "
+             "in memory.");
+
+static PyObject *py_recorder_next(PyObject *object, PyObject *unused) {
+    py_recorder_t *self = py_as_recorder(object);
+    int32_t op = ROTOR_NEW_OPERATION;
+    if (self->book.frame_count == 0) {
+        return PyErr_Format(PyExc_RuntimeError, "no operation has begun");
+    }
+    if (py_book_forget_gone(self) != 0) {
+        return NULL;
+    }
+    int status = rotor_recorder_next(&self->book, &op);
+    PyObject *record = op >= 0 ? self->records[op] : Py_None;
+    return py_book_answer(self, status, Py_XNewRef(record));
+}
+
+static int32_t replaying(py_recorder_t *self) {
+    int32_t op = self->book.frame_count > 0 ? self->book.frames[self->book.frame_count - 1].op
+                                            : ROTOR_NEW_OPERATION;
+    if (op < 0) {
+        PyErr_SetString(PyExc_RuntimeError, "no operation is being run again");
+    }
+    return op;
+}
+
+PyDoc_STRVAR(wanted_doc,
+             "wanted($self, /)\n--\n\n"
+             "Return (index, node, storage, may_reuse) of the outputs of the operation that "
+             "next() gave that are not in memory; storage is None for what the "
+             "program has dropped. Until replayed() or abort() nothing is forgotten.");
+
+static PyObject *py_recorder_wanted(PyObject *object, PyObject *unused) {
+    py_recorder_t *self = py_as_recorder(object);
+    rotor_recorder_t *book = &self->book;
+    int32_t op;
+    if ((op = replaying(self)) < 0 || py_book_forget_gone(self) != 0) {
+        return NULL;
+    }
+    const rotor_record_t *record = &book->records[op];
+    const int32_t *outputs = record->items + record->input_count;
+    const int32_t *origins = outputs + record->output_count;
+    self->is_borrowed = true;
+    PyObject *list = py_book_guard_outputs(self, op) == 0 ? PyList_New(0) : NULL;
+    for (int32_t k = 0; list != NULL && k < record->output_count; k++) {
+        int32_t node = outputs[k];
+        if (node < 0 || rotor_recorder_is_material(book, node)) {
+            continue;
+        }
+        bool may_reuse = origins[k] >= 0 && rotor_recorder_may_reuse(book, origins[k]);
+        bool is_live = (book->nodes[node].state & ROTOR_NODE_LIVE) != 0;
+        PyObject *storage = is_live ? py_book_storage_of(self, node) : Py_NewRef(Py_None);
+        PyObject *item = Py_BuildValue("iiNN", (int)k, (int)node, storage,
+                                       PyBool_FromLong(may_reuse));
+        py_append(&list, item);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(replay_bytes_doc,
+             "replay_bytes($self, /)\n--\n\n"
+             "Return the bytes that running the operation that next() gave takes.");
+
+static PyObject *py_recorder_replay_bytes(PyObject *object, PyObject *unused) {
+    py_recorder_t *self = py_as_recorder(object);
+    int32_t op;
+    if ((op = replaying(self)) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLongLong(rotor_recorder_replay_bytes(&self->book, op));
+}
+
+PyDoc_STRVAR(replayed_doc,
+             "replayed($self, cost_ns, /)\n--\n\n"
+             "Note that the operation that next() gave has run and its outputs are placed; "
+             "return how often thrashing was found until now.");
+
+static PyObject *py_recorder_replayed(PyObject *object, PyObject *argument) {
+    py_recorder_t *self = py_as_recorder(object);
+    int64_t cost;
+    if (py_book_read_int64(argument, &cost) != 0 || replaying(self) < 0) {
+        return NULL;
+    }
+    self->is_borrowed = false;
+    int status = rotor_recorder_replayed(&self->book, cost);
+    return py_book_answer(self, status, PyLong_FromLongLong(self->book.thrashes));
+}
+
+/* Nodes in a second tier of memory, as rotor.dtr.recall moves and fetches them. */
+
+PyDoc_STRVAR(set_tier_doc,
+             "set_tier($self, link, weight, /)\n--\n\n"
+             "Let nodes move to a tier behind a link (rotor.graph.Link.core), where a move of that "
+             "weight takes less time than computing again.");
+
+static PyObject *py_recorder_set_tier(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    py_recorder_t *self = py_as_recorder(object);
+    rotor_link_t link;
+    if (py_book_expect("set_tier", count, 2) != 0) {
+        return NULL;
+    }
+    double weight = PyFloat_AsDouble(args[1]);
+    if (weight == -1.0 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!PyTuple_Check(args[0]) || !(weight >= 0)) {
+        return PyErr_Format(PyExc_TypeError,
+                            "set_tier() takes a tuple, and a weight of 0 at least");
+    }
+    int status = py_read_link(args[0], &link);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (status == ROTOR_OK) {
+        rotor_eviction_set_tier(&self->book.eviction, &link, weight);
+    }
+    return py_book_answer(self, status, Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(moved_doc, "moved($self, node, copy, /)\n--\n\n"
+                        "Note that a node was written to the tier, which `copy` holds there, and "
+                        "leaves memory.");
+
+static PyObject *py_recorder_moved(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+    py_recorder_t *self = py_as_recorder(object);
+    int32_t node;
+    if (py_book_expect("moved", count, 2) != 0 ||
+        py_book_read_node(self, args[0], &node) != 0 || py_book_reserve(self, 0) != 0 ||
+        py_book_discard(self, &self->copies[node]) != 0) {
+        return NULL;
+    }
+    self->copies[node] = Py_NewRef(args[1]);
+    int status = rotor_recorder_moved(&self->book, node);
+    return py_book_answer(self, status, Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(forget_copies_doc, "forget_copies($self, /)\n--\n\n"
+                                "Let go of everything in the tier, at the end of a session.");
+
+static PyObject *py_recorder_forget_copies(PyObject *object, PyObject *unused) {
+    py_recorder_t *self = py_as_recorder(object);
+    for (int64_t k = 0; k < self->copy_capacity; k++) {
+        if (py_book_discard(self, &self->copies[k]) != 0) {
+            return NULL;
+        }
+    }
+    return py_book_answer(self, ROTOR_OK, Py_NewRef(Py_None));
 }
 
 static PyMethodDef recorder_methods[] = {
-    RECORDER_METHOD(source), RECORDER_METHOD(begin), RECORDER_METHOD(make_room),
-    RECORDER_METHOD(finish), RECORDER_METHOD(abort), {NULL, NULL, 0, NULL},
+    RECORDER_SOME(source), RECORDER_ONE(begin), RECORDER_SOME(make_room), RECORDER_SOME(finish),
+    RECORDER_NONE(abort), RECORDER_NONE(next), RECORDER_NONE(wanted), RECORDER_NONE(replay_bytes),
+    RECORDER_ONE(replayed), RECORDER_SOME(set_tier), RECORDER_SOME(moved),
+    RECORDER_NONE(forget_copies), {NULL, NULL, 0, NULL},
 };
 
 static PyObject *py_recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -250,24 +389,20 @@ static PyObject *py_recorder_new(PyTypeObject *type, PyObject *args, PyObject *k
     return (PyObject *)self;
 }
 
+/* Its arrays of objects, and their lengths. */
+#define RECORDER_ARRAYS(entry)                                                                     \
+    entry(records, record_capacity) entry(places, place_capacity) entry(held, held_capacity)       \
+        entry(copies, copy_capacity) entry(guards, guard_count)
+
 static int py_recorder_traverse(PyObject *object, visitproc visit, void *arg) {
     py_recorder_t *self = py_as_recorder(object);
     Py_VISIT(Py_TYPE(object));
-    for (int64_t k = 0; k < self->record_capacity; k++) {
-        Py_VISIT(self->records[k]);
+#define VISIT_ALL(items, length)                                                                   \
+    for (int64_t k = 0; k < self->length; k++) {                                                   \
+        Py_VISIT(self->items[k]);                                                                  \
     }
-    for (int64_t k = 0; k < self->place_capacity; k++) {
-        Py_VISIT(self->places[k]);
-    }
-    for (int64_t k = 0; k < self->held_capacity; k++) {
-        Py_VISIT(self->held[k]);
-    }
-    for (int64_t k = 0; k < self->copy_capacity; k++) {
-        Py_VISIT(self->copies[k]);
-    }
-    for (int64_t k = 0; k < self->guard_count; k++) {
-        Py_VISIT(self->guards[k]);
-    }
+    RECORDER_ARRAYS(VISIT_ALL)
+#undef VISIT_ALL
     for (py_ref_t *ref = self->first_gone; ref != NULL; ref = ref->next_gone) {
         Py_VISIT((PyObject *)ref);
     }
@@ -277,21 +412,13 @@ static int py_recorder_traverse(PyObject *object, visitproc visit, void *arg) {
 
 static int py_recorder_clear(PyObject *object) {
     py_recorder_t *self = py_as_recorder(object);
-    for (int64_t k = 0; k < self->record_capacity; k++) {
-        Py_CLEAR(self->records[k]);
+#define CLEAR_ALL(items, length)                                                                   \
+    for (int64_t k = 0; k < self->length; k++) {                                                   \
+        Py_CLEAR(self->items[k]);                                                                  \
     }
-    for (int64_t k = 0; k < self->place_capacity; k++) {
-        Py_CLEAR(self->places[k]);
-    }
-    for (int64_t k = 0; k < self->held_capacity; k++) {
-        Py_CLEAR(self->held[k]);
-    }
-    for (int64_t k = 0; k < self->copy_capacity; k++) {
-        Py_CLEAR(self->copies[k]);
-    }
-    while (self->guard_count > 0) {
-        Py_CLEAR(self->guards[--self->guard_count]);
-    }
+    RECORDER_ARRAYS(CLEAR_ALL)
+#undef CLEAR_ALL
+    self->guard_count = 0;
     py_book_clear_gone(self);
     Py_CLEAR(self->observer);
     py_book_let_go(self);
@@ -300,16 +427,14 @@ static int py_recorder_clear(PyObject *object) {
 
 static void py_recorder_dealloc(PyObject *object) {
     py_recorder_t *self = py_as_recorder(object);
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)py_recorder_clear(object);
     rotor_recorder_free(&self->book);
-    PyMem_Free(self->records);
-    PyMem_Free(self->places);
-    PyMem_Free(self->held);
-    PyMem_Free(self->copies);
-    PyMem_Free(self->guards);
+#define FREE(items, length) PyMem_Free(self->items);
+    RECORDER_ARRAYS(FREE)
+#undef FREE
     PyMem_Free(self->garbage);
+    PyTypeObject *type = Py_TYPE(object);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -337,13 +462,10 @@ int py_add_recorder(PyObject *module) {
     }
     PyTypeObject *type = *kept;
     int ret = 0;
-    PyMethodDef *tables[] = {py_book_queries, py_book_repeats, py_book_moves};
-    for (int k = 0; k < 3; k++) {
-        for (PyMethodDef *method = tables[k]; ret == 0 && method->ml_name != NULL; method++) {
-            PyObject *made = PyDescr_NewMethod(type, method);
-            ret = made == NULL ? -1 : PyDict_SetItemString(type->tp_dict, method->ml_name, made);
-            Py_XDECREF(made);
-        }
+    for (PyMethodDef *method = py_book_queries; ret == 0 && method->ml_name != NULL; method++) {
+        PyObject *made = PyDescr_NewMethod(type, method);
+        ret = made == NULL ? -1 : PyDict_SetItemString(type->tp_dict, method->ml_name, made);
+        Py_XDECREF(made);
     }
     PyType_Modified(type);
     if (ret == 0) {

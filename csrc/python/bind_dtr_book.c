@@ -48,7 +48,8 @@ PyObject *py_book_storage_of(py_recorder_t *self, int64_t node) {
     return Py_XNewRef(place);
 }
 
-int py_book_keep(py_recorder_t *self, PyObject *storage) {
+/* Takes over a reference until the operation has ended. */
+static int hold_guard(py_recorder_t *self, PyObject *storage) {
     if (grow_objects(&self->guards, &self->guard_capacity, self->guard_count + 1) != 0) {
         Py_DECREF(storage);
         return -1;
@@ -91,7 +92,7 @@ int py_book_settle(py_recorder_t *self) {
                           ? py_book_storage_of(self, number)
                           : NULL;
             if (storage != NULL) {
-                ret = py_book_keep(self, storage);
+                ret = hold_guard(self, storage);
             }
             break;
         case ROTOR_DROPPED:
@@ -114,12 +115,10 @@ int py_book_release_guards(py_recorder_t *self) {
     return ret;
 }
 
-PyObject *py_book_answer(py_recorder_t *self, PyTypeObject *type, int status, PyObject *result) {
+PyObject *py_book_answer(py_recorder_t *self, int status, PyObject *result) {
     if (py_book_settle(self) != 0 || status != ROTOR_OK || result == NULL) {
         Py_CLEAR(result);
-        if (status != ROTOR_OK) {
-            (void)py_raise_status(PyType_GetModule(type), status);
-        }
+        (void)py_check_status(self, status);
     }
     py_book_let_go(self);
     return result;
@@ -159,8 +158,8 @@ int py_book_read_node(py_recorder_t *self, PyObject *object, int32_t *node) {
     return 0;
 }
 
-int py_book_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names) {
-    if (count == wanted && (names == NULL || PyTuple_GET_SIZE(names) == 0)) {
+int py_book_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted) {
+    if (count == wanted) {
         return 0;
     }
     PyErr_Format(PyExc_TypeError, "%s() takes %zd positional arguments", name, wanted);
@@ -275,7 +274,7 @@ int py_book_forget_gone(py_recorder_t *self) {
 
 PyObject *py_book_guard(py_recorder_t *self, int64_t node) {
     PyObject *storage = py_book_storage_of(self, node);
-    if (storage != NULL && py_book_keep(self, storage) != 0) {
+    if (storage != NULL && hold_guard(self, storage) != 0) {
         return NULL;
     }
     return storage;

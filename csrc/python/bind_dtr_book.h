@@ -40,17 +40,15 @@ typedef struct {
     PyObject *observer; /* None, or the listener that hears of everything */
 } py_recorder_t;
 
-#define METHOD_ARGUMENTS                                                                          \
-    PyObject *object, PyTypeObject *type, PyObject *const *args, Py_ssize_t count, PyObject *names
-
-#define RECORDER_METHOD(name)                                                                      \
-    {#name, (PyCFunction)(void (*)(void))py_recorder_##name,                                       \
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, name##_doc}
+/* Methods without arguments, with one, with more. */
+#define RECORDER_NONE(name) {#name, py_recorder_##name, METH_NOARGS, name##_doc}
+#define RECORDER_ONE(name) {#name, py_recorder_##name, METH_O, name##_doc}
+#define RECORDER_SOME(name) {#name, PY_FASTCALL(py_recorder_##name), name##_doc}
 
 static inline py_recorder_t *py_as_recorder(PyObject *object) { return (py_recorder_t *)object; }
 
-/* -1 with a TypeError unless a call has `wanted` positional arguments and no others. */
-int py_book_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted, PyObject *names);
+/* -1 with a TypeError unless a call has `wanted` arguments. */
+int py_book_expect(const char *name, Py_ssize_t count, Py_ssize_t wanted);
 int py_book_read_int64(PyObject *object, int64_t *value);
 /* -1 with a ValueError for what is not the number of a node. */
 int py_book_read_node(py_recorder_t *self, PyObject *object, int32_t *node);
@@ -61,7 +59,7 @@ PyObject *py_book_node_list(const int32_t *nodes, int64_t count);
 /* Empties a slot; the object goes at the end of the call. */
 int py_book_discard(py_recorder_t *self, PyObject **slot);
 /* Ends every call that may change the book: NULL with an exception on failure. */
-PyObject *py_book_answer(py_recorder_t *self, PyTypeObject *type, int status, PyObject *result);
+PyObject *py_book_answer(py_recorder_t *self, int status, PyObject *result);
 
 /* Notes that a storage died; runs nothing, allocates nothing. */
 void py_book_note_gone(py_recorder_t *self, py_ref_t *ref);
@@ -75,8 +73,6 @@ PyObject *py_book_guard(py_recorder_t *self, int64_t node);
 
 /* The same for the live outputs of an operation that are not in memory; -1 with an exception. */
 int py_book_guard_outputs(py_recorder_t *self, int32_t op);
-/* Takes over a reference, and holds it as long. */
-int py_book_keep(py_recorder_t *self, PyObject *storage);
 
 /* -1 with an exception while an operation has begun. */
 int py_book_may_begin(const py_recorder_t *self);
@@ -149,9 +145,5 @@ typedef struct {
 PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone);
 /* Methods about nodes, figures and limits. */
 extern PyMethodDef py_book_queries[];
-/* Methods about operations that have to run again. */
-extern PyMethodDef py_book_repeats[];
-/* Methods about the second tier. */
-extern PyMethodDef py_book_moves[];
 
 #endif

@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "vector.h"
-
 /* Counts a result without a place in the session, such as a seed on the CPU: others of the operator
  * may still be evicted. Of a result in another layout, the inputs stay. */
 static int take_odd(py_handler_t *self, py_run_t *run, PyObject *tensor) {
@@ -19,9 +17,7 @@ static int take_odd(py_handler_t *self, py_run_t *run, PyObject *tensor) {
     /* Tensors of other layouts cannot be evicted or computed again. */
     run->is_recording = false;
     for (int64_t k = 0; k < self->node_count && ret == 0; k++) {
-        PyObject *number = PyLong_FromLong(self->nodes[k]);
-        ret = number == NULL ? -1 : py_did(py_ask(self, run->session, _pin, number));
-        Py_XDECREF(number);
+        ret = py_odd_keep(run, self->nodes[k]);
     }
     return ret;
 }
@@ -35,6 +31,24 @@ static int holds_integers(py_handler_t *self, PyObject *tensor) {
     int ret = dtype == NULL ? -1 : PySequence_Contains(self->parts[PART_INTEGERS], dtype);
     Py_XDECREF(dtype);
     return ret;
+}
+
+/* index: among the results, -1 for what was written to; origin: -1 for what is new. */
+static int add_made(py_made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin) {
+    int64_t grown;
+#define GROW(items) (grown = made->capacity, py_reserve(made->items, made->count, grown, 1))
+    if (GROW(places) != 0 || GROW(bytes) != 0 || GROW(origins) != 0 || GROW(indices) != 0 ||
+        GROW(nodes) != 0) {
+        return -1;
+    }
+#undef GROW
+    made->capacity = grown;
+    made->places[made->count] = Py_NewRef(ref);
+    made->bytes[made->count] = bytes;
+    made->indices[made->count] = index;
+    made->origins[made->count++] = origin;
+    made->largest = rotor_max(made->largest, bytes);
+    return 0;
 }
 
 static int take_tensor(py_handler_t *self, py_run_t *run, PyObject *tensor, int32_t index,
@@ -61,7 +75,7 @@ static int take_tensor(py_handler_t *self, py_run_t *run, PyObject *tensor, int3
     }
     ref->stays = is_index != 0;
     bytes = (bytes + self->block_bytes - 1) / self->block_bytes * self->block_bytes;
-    return py_made_add(made, (PyObject *)ref, bytes, index, -1);
+    return add_made(made, (PyObject *)ref, bytes, index, -1);
 }
 
 static int take_results(py_handler_t *self, py_run_t *run, PyObject *value, int32_t *index,
@@ -99,8 +113,8 @@ static int take_written(py_handler_t *self, const py_run_t *run, py_made_t *made
         for (int64_t i = first; i < made->count; i++) {
             is_known |= made->origins[i] == ref->node;
         }
-        if (!is_known && py_made_add(made, (PyObject *)ref, book->nodes[ref->node].bytes, -1,
-                                     (int32_t)ref->node) != 0) {
+        if (!is_known && add_made(made, (PyObject *)ref, book->nodes[ref->node].bytes, -1,
+                                  (int32_t)ref->node) != 0) {
             return -1;
         }
     }
@@ -245,7 +259,7 @@ static int record_results(py_handler_t *self, py_run_t *run, py_made_t *made) {
     ret = self->recorder->observer == Py_None ? 0 : py_odd_observe(self, run, made, is_recorded);
     for (int64_t k = 0; k < made->count && ret == 0; k++) {
         if (((py_ref_t *)made->places[k])->stays && made->origins[k] < 0) {
-            ret = py_odd_keep(self, run, made->nodes[k]);
+            ret = py_odd_keep(run, made->nodes[k]);
         }
     }
 out:
@@ -254,23 +268,23 @@ out:
 }
 
 static int complete(py_handler_t *self, py_run_t *run, PyObject *results) {
-    py_made_t made;
+    py_made_t *made = &self->outputs;
     int32_t index = 0;
     int ret = -1;
 
-    py_made_init(&made);
-    if (take_results(self, run, results, &index, &made) == 0 &&
+    made->count = made->largest = 0;
+    if (take_results(self, run, results, &index, made) == 0 &&
         ((run->kernel->traits & TRAIT_RESHAPES) == 0 || see_sizes(self) == 0) &&
-        take_written(self, run, &made) == 0) {
-        note_needs(run, &made);
-        ret = record_results(self, run, &made);
+        take_written(self, run, made) == 0) {
+        note_needs(run, made);
+        ret = record_results(self, run, made);
     }
-    for (int64_t k = 0; ret != 0 && k < made.count; k++) {
-        if (made.origins[k] < 0) {
-            py_table_remove(&self->table, (py_ref_t *)made.places[k]);
+    for (int64_t k = 0; k < made->count; k++) {
+        if (ret != 0 && made->origins[k] < 0) {
+            py_table_remove(&self->table, (py_ref_t *)made->places[k]);
         }
+        Py_DECREF(made->places[k]);
     }
-    py_made_free(&made);
     return ret;
 }
 
@@ -415,12 +429,10 @@ static PyObject *run_operator(py_handler_t *self, py_run_t *run) {
 /* A view: it runs as it is, where storages without bytes can have views. */
 static PyObject *run_view(py_handler_t *self, const py_run_t *run) {
     if ((run->kernel->traits & TRAIT_FRESH) != 0 && PyTuple_GET_SIZE(run->args) > 0) {
-        bool is_new;
         PyObject *tensor = PyTuple_GET_ITEM(run->args, 0);
         PyObject *storage =
             PyObject_CallMethodNoArgs(tensor, self->names[NAME_untyped_storage]);
-        py_ref_t *ref = storage == NULL ? NULL : py_table_find(&self->table, storage);
-        is_new = storage != NULL && ref == NULL;
+        bool is_new = storage != NULL && py_table_find(&self->table, storage) == NULL;
         Py_XDECREF(storage);
         if (storage == NULL ||
             (is_new && py_did(py_ask(self, run->session, _see_parts, tensor)) != 0)) {

@@ -15,6 +15,9 @@ static bool read_positions(PyObject *positions, uint64_t *bits) {
     return true;
 }
 
+#define KERNEL_OBJECTS(entry)                                                                      \
+    entry(operator_) entry(name) entry(call) entry(replay) entry(in_place) entry(written_names)
+
 static PyObject *py_kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"operator", "name",      "call",    "replay",  "in_place", "written",
                             "written_names", "hidden", "hidden_if", "kept_if", "traits", NULL};
@@ -30,12 +33,7 @@ static PyObject *py_kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     }
     py_kernel_t *self = (py_kernel_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
-        self->operator_ = Py_NewRef(operator_);
-        self->name = Py_NewRef(name);
-        self->call = Py_NewRef(call);
-        self->replay = Py_NewRef(replay);
-        self->in_place = Py_NewRef(in_place);
-        self->written_names = Py_NewRef(written_names);
+        KERNEL_OBJECTS(PY_HOLD_FIELD)
         self->written = bits[0];
         self->hidden = bits[1];
         self->hidden_if = hidden_if;
@@ -53,23 +51,13 @@ static PyMemberDef kernel_members[] = {
 static int py_kernel_traverse(PyObject *object, visitproc visit, void *arg) {
     py_kernel_t *self = (py_kernel_t *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->operator_);
-    Py_VISIT(self->name);
-    Py_VISIT(self->call);
-    Py_VISIT(self->replay);
-    Py_VISIT(self->in_place);
-    Py_VISIT(self->written_names);
+    KERNEL_OBJECTS(PY_VISIT_FIELD)
     return 0;
 }
 
 static int py_kernel_clear(PyObject *object) {
     py_kernel_t *self = (py_kernel_t *)object;
-    Py_CLEAR(self->operator_);
-    Py_CLEAR(self->name);
-    Py_CLEAR(self->call);
-    Py_CLEAR(self->replay);
-    Py_CLEAR(self->in_place);
-    Py_CLEAR(self->written_names);
+    KERNEL_OBJECTS(PY_CLEAR_FIELD)
     return 0;
 }
 
@@ -90,23 +78,15 @@ static PyType_Slot kernel_slots[] = {
 };
 
 int py_add_kernel(PyObject *module) {
-    static const struct {
-        const char *name;
-        int value;
-    } traits[] = {
-        {"TRAIT_VIEW", TRAIT_VIEW},
-        {"TRAIT_FRESH", TRAIT_FRESH},
-        {"TRAIT_RANDOM", TRAIT_RANDOM},
-        {"TRAIT_CUSTOM", TRAIT_CUSTOM},
-        {"TRAIT_VARIES", TRAIT_VARIES},
-        {"TRAIT_RESHAPES", TRAIT_RESHAPES},
-        {"TRAIT_SIZES_BY_VALUE", TRAIT_SIZES_BY_VALUE},
-        {"TRAIT_POINTWISE", TRAIT_POINTWISE},
-    };
-    for (size_t k = 0; k < sizeof(traits) / sizeof(traits[0]); k++) {
-        if (PyModule_AddIntConstant(module, traits[k].name, traits[k].value) != 0) {
-            return -1;
-        }
+    if (PyModule_AddIntMacro(module, TRAIT_VIEW) != 0 ||
+        PyModule_AddIntMacro(module, TRAIT_FRESH) != 0 ||
+        PyModule_AddIntMacro(module, TRAIT_RANDOM) != 0 ||
+        PyModule_AddIntMacro(module, TRAIT_CUSTOM) != 0 ||
+        PyModule_AddIntMacro(module, TRAIT_VARIES) != 0 ||
+        PyModule_AddIntMacro(module, TRAIT_RESHAPES) != 0 ||
+        PyModule_AddIntMacro(module, TRAIT_SIZES_BY_VALUE) != 0 ||
+        PyModule_AddIntMacro(module, TRAIT_POINTWISE) != 0) {
+        return -1;
     }
     return py_add_type(module, "rotor._core.Kernel", sizeof(py_kernel_t), Py_TPFLAGS_HAVE_GC,
                        kernel_slots, &py_state(module)->kernel_type);

@@ -32,13 +32,11 @@ static PyObject *py_dispatch(PyObject *object, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     if (handler == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the session has no handler");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "the session has no handler");
     }
     PyObject *all[5] = {object, args[0], args[1], args[2], count == 4 ? args[3] : Py_None};
     if (!PyTuple_Check(all[3]) || (all[4] != Py_None && !PyDict_Check(all[4]))) {
-        PyErr_SetString(PyExc_TypeError, "args must be a tuple, kwargs a dictionary or None");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "args must be a tuple, kwargs a dictionary or None");
     }
     return py_operator_run(handler, all);
 }
@@ -103,8 +101,7 @@ static PyObject *py_call_function(PyObject *object, PyObject *const *args, Py_ss
         }
     }
     if (!PyTuple_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "args must be a tuple");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "args must be a tuple");
     }
     return PyObject_Call(args[0], args[2], kwargs);
 }

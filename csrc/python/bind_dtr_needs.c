@@ -51,16 +51,12 @@ static int64_t bytes_read(py_handler_t *self) {
 
 static py_needs_t *guess(py_handler_t *self, const py_run_t *run) {
     int64_t bytes = bytes_read(self);
-    PyObject *read = bytes < 0 ? NULL : PyLong_FromLongLong(bytes);
-    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
-    PyObject *found = read == NULL || kwargs == NULL
-                          ? NULL
-                          : py_ask(self, run->session, _guess,
-                                   run->key == NULL ? Py_None : run->key,
-                                   run->kernel->operator_, run->args, kwargs, read);
-    Py_XDECREF(read);
-    Py_XDECREF(kwargs);
-    return (py_needs_t *)found;
+    return (py_needs_t *)(bytes < 0 ? NULL
+                                    : PyObject_CallMethod(
+                                          run->session, "_guess", "OOONL",
+                                          run->key == NULL ? Py_None : run->key,
+                                          run->kernel->operator_, run->args, py_run_kwargs(run),
+                                          (long long)bytes));
 }
 
 int py_needs_find(py_handler_t *self, py_run_t *run) {

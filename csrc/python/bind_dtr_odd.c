@@ -2,31 +2,21 @@
 #include "bind_dtr_private.h"
 
 /* Calls a method of the session with a node, for its effect. */
-static int ask_of_node(py_handler_t *self, PyObject *session, int name, int64_t node) {
-    PyObject *number = PyLong_FromLongLong(node);
-    int ret = number == NULL ? -1
-                             : py_did(PyObject_CallMethodObjArgs(session, self->names[name],
-                                                                 number, NULL));
-    Py_XDECREF(number);
-    return ret;
+static int ask_of_node(const py_run_t *run, const char *method, int64_t node) {
+    return py_did(PyObject_CallMethod(run->session, method, "L", (long long)node));
 }
 
 /* Has a node in memory for good. */
-static int restore(py_handler_t *self, PyObject *session, int64_t node) {
-    PyObject *nodes = Py_BuildValue("[L]", (long long)node);
-    int ret = nodes == NULL ? -1 : py_did(py_ask(self, session, _restore, nodes));
-    Py_XDECREF(nodes);
-    return ret;
+static int restore(const py_run_t *run, int64_t node) {
+    return py_did(PyObject_CallMethod(run->session, "_restore", "[L]", (long long)node));
 }
 
-int py_odd_keep(py_handler_t *self, const py_run_t *run, int64_t node) {
-    return ask_of_node(self, run->session, NAME__pin, node);
-}
+int py_odd_keep(const py_run_t *run, int64_t node) { return ask_of_node(run, "_pin", node); }
 
 static int protect(py_handler_t *self, py_run_t *run, const py_ref_t *ref) {
     const rotor_node_t *node = &self->recorder->book.nodes[ref->node];
     return node->needed > 0 || self->watches_writes
-               ? ask_of_node(self, run->session, NAME__protect, ref->node)
+               ? ask_of_node(run, "_protect", ref->node)
                : 0;
 }
 
@@ -39,10 +29,10 @@ static int prepare_write(py_handler_t *self, py_run_t *run, const py_ref_t *ref)
     case ROTOR_WRITE_SOURCE:
         break;
     case ROTOR_WRITE_RESTORED:
-        ret = restore(self, run->session, ref->node);
+        ret = restore(run, ref->node);
         break;
     case ROTOR_WRITE_TOO_LONG:
-        ret = ask_of_node(self, run->session, NAME__end_chain, ref->node);
+        ret = ask_of_node(run, "_end_chain", ref->node);
         break;
     }
     run->is_recording = false;
@@ -55,9 +45,9 @@ int py_odd_writes(py_handler_t *self, py_run_t *run) {
     run->is_recording = run->is_recording && !reshapes;
     for (int64_t k = 0; k < self->input_count && ret == 0; k++) {
         const py_ref_t *ref = self->inputs[k].ref;
-        if (reshapes && (ret = restore(self, run->session, ref->node)) == 0 &&
+        if (reshapes && (ret = restore(run, ref->node)) == 0 &&
             self->recorder->book.eviction.has_tier) {
-            ret = ask_of_node(self, run->session, NAME__pin, ref->node);
+            ret = py_odd_keep(run, ref->node);
         }
         if (ret == 0 && (reshapes || self->inputs[k].is_hidden)) {
             ret = protect(self, run, ref);
@@ -69,9 +59,7 @@ int py_odd_writes(py_handler_t *self, py_run_t *run) {
 }
 
 int py_odd_generator(py_handler_t *self, py_run_t *run) {
-    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
-    run->generator = kwargs == NULL ? NULL : py_ask(self, run->session, _generator, kwargs);
-    Py_XDECREF(kwargs);
+    run->generator = PyObject_CallMethod(run->session, "_generator", "N", py_run_kwargs(run));
     PyObject *bytes =
         run->generator == NULL ? NULL : py_ask(self, run->session, _state_bytes, run->generator);
     run->kept_bytes = bytes == NULL ? -1 : PyLong_AsLongLong(bytes);
@@ -109,7 +97,7 @@ bool py_lacks_needs(const py_handler_t *self, const py_run_t *run) {
 
 /* Runs it by a method of the session, which gives the results and a number; it may take the needs. */
 static PyObject *call_by(py_run_t *run, PyObject *method, PyObject *needs, int64_t *number) {
-    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
+    PyObject *kwargs = py_run_kwargs(run);
     PyObject *pair =
         kwargs == NULL ? NULL
                        : PyObject_CallMethodObjArgs(run->session, method, run->kernel->call,
@@ -126,14 +114,11 @@ static PyObject *call_by(py_run_t *run, PyObject *method, PyObject *needs, int64
 }
 
 /* An operator from outside PyTorch ran: whether it can run again, and from which state. */
-static int settle_custom(py_handler_t *self, py_run_t *run, PyObject *results, PyObject *states) {
-    PyObject *kwargs = run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
-    PyObject *answer =
-        kwargs == NULL ? NULL
-                       : py_ask(self, run->session, _may_repeat,
-                                run->key == NULL ? Py_None : run->key, run->kernel->operator_,
-                                run->args, kwargs, results, (PyObject *)run->needs, states,
-                                run->is_recording ? Py_True : Py_False);
+static int settle_custom(py_run_t *run, PyObject *results, PyObject *states) {
+    PyObject *answer = PyObject_CallMethod(
+        run->session, "_may_repeat", "OOONOOOO", run->key == NULL ? Py_None : run->key,
+        run->kernel->operator_, run->args, py_run_kwargs(run), results, (PyObject *)run->needs,
+        states, run->is_recording ? Py_True : Py_False);
     int may_repeat, has_drawn;
     int ret = answer != NULL && PyArg_ParseTuple(answer, "pp", &may_repeat, &has_drawn) ? 0 : -1;
     if (ret == 0) {
@@ -144,7 +129,6 @@ static int settle_custom(py_handler_t *self, py_run_t *run, PyObject *results, P
             run->kept_bytes = 0;
         }
     }
-    Py_XDECREF(kwargs);
     Py_XDECREF(answer);
     return ret;
 }
@@ -183,7 +167,7 @@ PyObject *py_odd_call(py_handler_t *self, py_run_t *run) {
                             run->state == NULL ? Py_None : run->state));
     }
     if (results != NULL && ret == 0 && is_custom) {
-        ret = settle_custom(self, run, results, states);
+        ret = settle_custom(run, results, states);
     }
     Py_XDECREF(states);
     if (ret != 0) {
@@ -209,18 +193,8 @@ static PyObject *pairs_of(const py_made_t *made, bool are_written) {
 
 int py_odd_observe(py_handler_t *self, const py_run_t *run, const py_made_t *made,
                    bool is_recorded) {
-    PyObject *took = PyLong_FromLongLong(run->took_ns);
-    PyObject *inputs = py_book_node_list(self->nodes, self->node_count);
-    PyObject *outputs = pairs_of(made, false);
-    PyObject *written = pairs_of(made, true);
-    int ret = took == NULL || inputs == NULL || outputs == NULL || written == NULL
-                  ? -1
-                  : py_did(py_ask(self, self->recorder->observer, operation, run->kernel->name,
-                                  took, inputs, outputs, written,
-                                  is_recorded ? Py_True : Py_False));
-    Py_XDECREF(took);
-    Py_XDECREF(inputs);
-    Py_XDECREF(outputs);
-    Py_XDECREF(written);
-    return ret;
+    return py_did(PyObject_CallMethod(
+        self->recorder->observer, "operation", "OLNNNO", run->kernel->name,
+        (long long)run->took_ns, py_book_node_list(self->nodes, self->node_count),
+        pairs_of(made, false), pairs_of(made, true), is_recorded ? Py_True : Py_False));
 }

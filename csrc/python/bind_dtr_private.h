@@ -3,23 +3,22 @@
 #define ROTOR_BIND_DTR_PRIVATE_H
 
 #include "bind_dtr_book.h"
+#include "vector.h"
 
-/* The names of Python that the handler asks tensors, storages, generators and sessions for. The
+/* The names of Python that the handler asks tensors, storages, generators and sessions often for. The
  * methods of a session that begin with an underscore are what an operator needs of Python only
  * where something about it, its arguments or its results is unusual. */
 #define HANDLER_NAMES(entry)                                                                       \
     entry(shape) entry(stride) entry(dtype) entry(layout) entry(device) entry(is_cpu)              \
         entry(is_neg) entry(is_conj) entry(storage_offset) entry(untyped_storage) entry(nbytes)    \
             entry(_swap_data_ptr_) entry(set_) entry(get_state) entry(set_state) entry(give)       \
-                entry(constant) entry(operation) entry(__enter__) entry(__exit__)                  \
+                entry(__enter__) entry(__exit__)                                                   \
                     entry(_find_kernel) entry(_refuse_types) entry(_refuse_capture)                \
                         entry(_refuse_opaque) entry(_ref_of)                                       \
-                            entry(_see_parts) entry(_make_room) entry(_see_thrashing)              \
-                                entry(_protect) entry(_restore) entry(_end_chain) entry(_pin)      \
-                                    entry(_guess) entry(_vary) entry(_note_varying)                \
-                                        entry(_generator) entry(_state_bytes) entry(_states)       \
-                                            entry(_measure) entry(_time) entry(_has_run) entry(_may_repeat)     \
-                                                entry(ran) entry(replayed) entry(_fetch) entry(_use_count)
+                            entry(_see_parts) entry(_see_thrashing) entry(_vary)                   \
+                                entry(_note_varying) entry(_state_bytes) entry(_states)            \
+                                    entry(_measure) entry(_time) entry(_has_run) entry(ran)        \
+                                        entry(_use_count)
 
 enum {
 #define AS_ENUM(name) NAME_##name,
@@ -122,6 +121,18 @@ typedef struct {
     bool is_complex;
 } py_input_t;
 
+/* The storages that an operator made or wrote to. */
+typedef struct {
+    PyObject **places; /* references */
+    int64_t *bytes;
+    int32_t *origins; /* -1 for what is new */
+    int32_t *indices; /* among the results, -1 for what was written to */
+    int32_t *nodes;
+    int64_t count;
+    int64_t capacity;
+    int64_t largest;
+} py_made_t;
+
 /* References to storages by their addresses. */
 typedef struct {
     py_ref_t **slots;
@@ -196,6 +207,7 @@ typedef struct {
     int64_t node_count;
     int64_t node_capacity;
     int64_t hidden_count;
+    py_made_t outputs;
     int32_t *marks; /* by node: the round that saw it last */
     int64_t mark_capacity;
     int32_t round;
@@ -220,32 +232,13 @@ typedef struct {
     bool is_in_place; /* a sum into its first term */
 } py_run_t;
 
-enum { ROTOR_FEW = 8 };
-
-/* The storages that an operator made or wrote to. */
-typedef struct {
-    PyObject **places; /* references */
-    int64_t *bytes;
-    int32_t *origins; /* -1 for what is new */
-    int32_t *indices; /* among the results, -1 for what was written to */
-    int32_t *nodes;
-    int64_t count;
-    int64_t capacity;
-    int64_t largest;
-    PyObject *few_places[ROTOR_FEW];
-    int64_t few_bytes[ROTOR_FEW];
-    int32_t few_numbers[3 * ROTOR_FEW];
-    void *blocks[3]; /* for more than a few */
-} py_made_t;
-
-void py_made_init(py_made_t *made);
-void py_made_free(py_made_t *made);
-/* index: among the results, -1 for what was written to; origin: -1 for what is new. */
-int py_made_add(py_made_t *made, PyObject *ref, int64_t bytes, int32_t index, int32_t origin);
+/* A dictionary, a new reference. */
+static inline PyObject *py_run_kwargs(const py_run_t *run) {
+    return run->kwargs == NULL ? PyDict_New() : Py_NewRef(run->kwargs);
+}
 
 /* bind_dtr_table.c: references to storages. */
 py_ref_t *py_table_find(const py_ref_table_t *table, const PyObject *storage); /* borrowed */
-int py_table_add(py_ref_table_t *table, py_ref_t *ref);
 void py_table_remove(py_ref_table_t *table, const py_ref_t *ref);
 void py_table_clear(py_ref_table_t *table);
 /* The reference to a storage, borrowed, made and entered where there is none yet; *is_new says so.
@@ -342,7 +335,7 @@ bool py_lacks_needs(const py_handler_t *self, const py_run_t *run);
 /* Notes the needs of an operator with data-dependent results. */
 int py_odd_note_varying(py_handler_t *self, const py_run_t *run);
 /* Has a node in memory for good. */
-int py_odd_keep(py_handler_t *self, const py_run_t *run, int64_t node);
+int py_odd_keep(const py_run_t *run, int64_t node);
 /* Tells the observer of an operation. */
 int py_odd_observe(py_handler_t *self, const py_run_t *run, const py_made_t *made,
                    bool is_recorded);
@@ -354,6 +347,10 @@ void py_needs_forget_recent(py_handler_t *self);
 /* A method of a Python object, with arguments up to NULL. */
 #define py_ask(self, object, name, ...)                                                            \
     PyObject_CallMethodObjArgs((object), (self)->names[NAME_##name], ##__VA_ARGS__, NULL)
+
+/* Room for more elements behind `length` (vector.h); -1 with an exception. */
+#define py_reserve(items, length, capacity, more)                                                  \
+    (ROTOR_RESERVE(items, length, capacity, more) == ROTOR_OK ? 0 : (PyErr_NoMemory(), -1))
 
 bool py_is_handler(PyObject *object);
 

@@ -2,26 +2,14 @@
 
 #include <string.h>
 
-#include "vector.h"
-
 enum { TAG_TENSOR = 1, TAG_LIST, TAG_INT, TAG_FLOAT, TAG_VALUE, TAG_NAME };
 
 static inline PyObject *get(py_handler_t *self, PyObject *object, int name) {
     return PyObject_GetAttr(object, self->names[name]);
 }
 
-static int append(py_handler_t *self, int64_t value) {
-    if (ROTOR_RESERVE(self->key, self->key_count, self->key_capacity, 1) != ROTOR_OK) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    self->key[self->key_count++] = value;
-    return 0;
-}
-
 static int append_all(py_handler_t *self, const int64_t *values, int64_t count) {
-    if (ROTOR_RESERVE(self->key, self->key_count, self->key_capacity, count) != ROTOR_OK) {
-        PyErr_NoMemory();
+    if (py_reserve(self->key, self->key_count, self->key_capacity, count) != 0) {
         return -1;
     }
     for (int64_t k = 0; k < count; k++) {
@@ -29,6 +17,8 @@ static int append_all(py_handler_t *self, const int64_t *values, int64_t count) 
     }
     return 0;
 }
+
+static int append(py_handler_t *self, int64_t value) { return append_all(self, &value, 1); }
 
 static int append_sizes(py_handler_t *self, PyObject *sizes) {
     if (sizes == NULL || !PyTuple_Check(sizes)) {
@@ -112,8 +102,8 @@ static int read_attributes(py_handler_t *self, PyObject *session, py_input_t *in
         input->is_cpu = is_cpu == Py_True;
         input->is_complex = (kind & 0xff) == ROTOR_DL_COMPLEX;
         input->dims = (int32_t)PyTuple_GET_SIZE(shape);
-        ret = append(self, TAG_TENSOR | (int64_t)input->dims << 8);
-        ret = ret == 0 ? append(self, kind) : ret;
+        int64_t head[2] = {TAG_TENSOR | (int64_t)input->dims << 8, kind};
+        ret = append_all(self, head, 2);
         input->first = self->key_count;
     }
     if (ret == 0 && (append_sizes(self, shape) != 0 || append_sizes(self, stride) != 0)) {
@@ -130,22 +120,16 @@ static int read_attributes(py_handler_t *self, PyObject *session, py_input_t *in
 static int read_tensor(py_handler_t *self, PyObject *session, PyObject *tensor, bool is_written,
                        bool is_hidden) {
     py_dl_tensor_t view;
-    if (ROTOR_RESERVE(self->inputs, self->input_count, self->input_capacity, 1) != ROTOR_OK) {
-        PyErr_NoMemory();
+    if (py_reserve(self->inputs, self->input_count, self->input_capacity, 1) != 0) {
         return -1;
     }
     py_input_t *input = &self->inputs[self->input_count++];
     *input = (py_input_t){
         .tensor = Py_NewRef(tensor), .is_written = is_written && !is_hidden, .is_hidden = is_hidden};
     input->ref = known_ref(self, tensor);
-    if (self->exchange == NULL || !has_bytes(self, input->ref)) {
-        return read_attributes(self, session, input);
-    }
-    if (self->exchange->view(tensor, &view) != 0) {
+    if (self->exchange == NULL || !has_bytes(self, input->ref) ||
+        self->exchange->view(tensor, &view) != 0 || (view.dims > 0 && view.strides == NULL)) {
         PyErr_Clear();
-        return read_attributes(self, session, input);
-    }
-    if (view.dims > 0 && view.strides == NULL) {
         return read_attributes(self, session, input);
     }
     input->dims = view.dims;
@@ -349,8 +333,7 @@ int py_operator_find(py_handler_t *self, PyObject *session) {
 
 static int reserve_marks(py_handler_t *self, int64_t node) {
     int64_t before = self->mark_capacity;
-    if (ROTOR_RESERVE(self->marks, node, self->mark_capacity, 1) != ROTOR_OK) {
-        PyErr_NoMemory();
+    if (py_reserve(self->marks, node, self->mark_capacity, 1) != 0) {
         return -1;
     }
     if (before < self->mark_capacity) {
@@ -363,8 +346,7 @@ static int reserve_marks(py_handler_t *self, int64_t node) {
 int py_operator_number(py_handler_t *self) {
     const rotor_recorder_t *book = &self->recorder->book;
 
-    if (ROTOR_RESERVE(self->nodes, 0, self->node_capacity, self->input_count) != ROTOR_OK) {
-        PyErr_NoMemory();
+    if (py_reserve(self->nodes, 0, self->node_capacity, self->input_count) != 0) {
         return -1;
     }
     self->node_count = self->hidden_count = 0;

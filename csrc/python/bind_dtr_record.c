@@ -48,8 +48,8 @@ static PyObject *pattern_of(filling_t *filling, PyObject *value) {
     const py_handler_t *self = filling->handler;
     if (py_is_tensor(self, value)) {
         if (filling->at >= self->input_count) {
-            PyErr_SetString(PyExc_RuntimeError, "the arguments of an operator changed in its call");
-            return NULL;
+            return PyErr_Format(PyExc_RuntimeError,
+                                "the arguments of an operator changed in its call");
         }
         bool is_hidden = self->inputs[filling->at++].is_hidden;
         return Py_NewRef(is_hidden ? Py_None : Py_Ellipsis);
@@ -268,21 +268,14 @@ static PyObject *py_record_operator(PyObject *object, void *closure) {
     return Py_NewRef(((py_record_t *)object)->kernel->operator_);
 }
 
-static PyObject *numbers_of(const int32_t *numbers, int64_t count) {
-    PyObject *list = py_book_node_list(numbers, count);
+/* The numbers of its outputs; `closure`: NULL for the indices. */
+static PyObject *py_record_numbers(PyObject *object, void *closure) {
+    const py_record_t *self = (py_record_t *)object;
+    PyObject *list = py_book_node_list(closure == NULL ? self->indices : self->origins,
+                                       self->output_count);
     PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
     Py_XDECREF(list);
     return tuple;
-}
-
-static PyObject *py_record_outputs(PyObject *object, void *closure) {
-    const py_record_t *self = (py_record_t *)object;
-    return numbers_of(self->indices, self->output_count);
-}
-
-static PyObject *py_record_origins(PyObject *object, void *closure) {
-    const py_record_t *self = (py_record_t *)object;
-    return numbers_of(self->origins, self->output_count);
 }
 
 static PyObject *py_record_inputs(PyObject *object, void *closure) {
@@ -298,10 +291,10 @@ static PyObject *py_record_inputs(PyObject *object, void *closure) {
 
 static PyGetSetDef record_getset[] = {
     {"operator", py_record_operator, NULL, "The operator that ran.", NULL},
-    {"outputs", py_record_outputs, NULL,
+    {"outputs", py_record_numbers, NULL,
      "Of each output: its index among the results, or -1 where the operation writes to its origin.",
      NULL},
-    {"origins", py_record_origins, NULL, "The nodes that it writes to; -1 for none.", NULL},
+    {"origins", py_record_numbers, NULL, "The nodes that it writes to; -1 for none.", (void *)1},
     {"inputs", py_record_inputs, NULL, "(node, shape, dtype) of each tensor argument.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -14,11 +14,9 @@ static int64_t large_blocks_of(const py_needs_t *needs) {
 int py_operator_ask_room(py_handler_t *self, PyObject *session, const py_needs_t *needs,
                          int64_t bytes, int64_t least) {
     int64_t blocks = large_blocks_of(needs);
-    PyObject *wished = PyLong_FromLongLong(bytes + self->slack_bytes * blocks);
-    PyObject *needed = wished == NULL ? NULL : PyLong_FromLongLong(least);
-    int ret = needed == NULL ? -1 : py_did(py_ask(self, session, _make_room, wished, needed));
-    Py_XDECREF(wished);
-    Py_XDECREF(needed);
+    int64_t wished = bytes + self->slack_bytes * blocks;
+    int ret = py_did(PyObject_CallMethod(session, "_make_room", "LL", (long long)wished,
+                                         (long long)least));
     self->unread_blocks += blocks;
     return ret;
 }
@@ -142,17 +140,9 @@ static int compare(again_t *again, int32_t k, int32_t node, PyObject *made, PyOb
     for (int64_t i = 0; storages != NULL && i < again->record->pattern->count; i++) {
         PyTuple_SET_ITEM(storages, (Py_ssize_t)i, Py_NewRef(again->storages[i]));
     }
-    PyObject *place = storages == NULL ? NULL : PyLong_FromLong(k);
-    PyObject *number = place == NULL ? NULL : PyLong_FromLong(node);
-    int ret = number == NULL
-                  ? -1
-                  : py_did(py_ask(self, self->verifier, replayed, again->record, place, number,
-                                  made, result == NULL ? Py_None : result,
-                                  is_live ? Py_True : Py_False, storages));
-    Py_XDECREF(storages);
-    Py_XDECREF(place);
-    Py_XDECREF(number);
-    return ret;
+    return py_did(PyObject_CallMethod(self->verifier, "replayed", "OiiOOON", again->record, (int)k,
+                                      (int)node, made, result == NULL ? Py_None : result,
+                                      is_live ? Py_True : Py_False, storages));
 }
 
 /* What is now in the place of an output: of a result, or what was written to. A new reference. */
@@ -162,8 +152,7 @@ static PyObject *made_at(again_t *again, int32_t k, PyObject **result) {
     if (index >= 0) {
         *result = result_at(self, again->results, &index);
         if (*result == NULL) {
-            PyErr_SetString(PyExc_RuntimeError, "an operator made less than before");
-            return NULL;
+            return PyErr_Format(PyExc_RuntimeError, "an operator made less than before");
         }
         return PyObject_CallMethodNoArgs(*result, self->names[NAME_untyped_storage]);
     }
@@ -172,8 +161,8 @@ static PyObject *made_at(again_t *again, int32_t k, PyObject **result) {
             return Py_NewRef(again->storages[i]);
         }
     }
-    PyErr_SetString(PyExc_RuntimeError, "an operation wrote to what is not among its arguments");
-    return NULL;
+    return PyErr_Format(PyExc_RuntimeError,
+                        "an operation wrote to what is not among its arguments");
 }
 
 /* Puts one result where its node's bytes belong. */
@@ -406,13 +395,11 @@ out:
 /* Has Python fetch a node from the second tier; `storage`: the place of its bytes, or NULL. */
 static int fetch_into(py_handler_t *self, PyObject *session, int32_t node, PyObject *storage) {
     py_recorder_t *recorder = self->recorder;
-    PyObject *number = PyLong_FromLong(node);
     PyObject *copy = Py_XNewRef(recorder->copies[node]);
     int64_t start = py_handler_now(self);
-    PyObject *made = number == NULL || copy == NULL
-                         ? NULL
-                         : py_ask(self, session, _fetch, number, copy,
-                                  storage == NULL ? Py_None : storage);
+    PyObject *made = copy == NULL ? NULL
+                                  : PyObject_CallMethod(session, "_fetch", "iOO", (int)node, copy,
+                                                        storage == NULL ? Py_None : storage);
     int ret = made == NULL ? -1 : 0;
     if (copy == NULL && !PyErr_Occurred()) {
         PyErr_SetString(PyExc_RuntimeError, "the tier has lost a node");
@@ -423,7 +410,6 @@ static int fetch_into(py_handler_t *self, PyObject *session, int32_t node, PyObj
     }
     Py_XDECREF(made);
     Py_XDECREF(copy);
-    Py_XDECREF(number);
     if (ret != 0) {
         return -1;
     }

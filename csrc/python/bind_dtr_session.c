@@ -35,8 +35,7 @@ static PyObject *py_handler_enter(PyObject *object, PyObject *unused) {
 static PyObject *py_handler_exit(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_handler_t *self = (py_handler_t *)object;
     if (self->owner != PyThread_get_thread_ident()) {
-        PyErr_SetString(PyExc_RuntimeError, "this thread has not entered the handler");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "this thread has not entered the handler");
     }
     py_handler_unlock(self);
     Py_RETURN_NONE;
@@ -46,15 +45,15 @@ PyDoc_STRVAR(signature_doc, "signature($self, kernel, args, kwargs, /)\n--\n\n"
                             "Return the key of an operator on arguments of one layout, or None "
                             "where it has none; floating-point numbers are not part of it.");
 
-static PyObject *py_handler_signature(METHOD_ARGUMENTS) {
+static PyObject *py_handler_signature(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_handler_t *self = (py_handler_t *)object;
-    if (py_book_expect("signature", count, 3, names) != 0) {
+    if (py_book_expect("signature", count, 3) != 0) {
         return NULL;
     }
     if (self->is_busy || Py_TYPE(args[0]) != self->kernel_type || !PyTuple_Check(args[1]) ||
         !PyDict_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "signature() takes a Kernel, a tuple and a dictionary");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "signature() takes a Kernel, a tuple and a dictionary");
     }
     self->is_busy = true;
     PyObject *key = NULL;
@@ -71,9 +70,8 @@ static PyObject *py_handler_signature(METHOD_ARGUMENTS) {
 PyDoc_STRVAR(catch_up_doc, "catch_up($self, session, /)\n--\n\n"
                            "Run again what the operation that has begun needs.");
 
-static PyObject *py_handler_catch_up(METHOD_ARGUMENTS) {
-    if (py_book_expect("catch_up", count, 1, names) != 0 ||
-        py_operator_catch_up((py_handler_t *)object, args[0]) != 0) {
+static PyObject *py_handler_catch_up(PyObject *object, PyObject *argument) {
+    if (py_operator_catch_up((py_handler_t *)object, argument) != 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -84,18 +82,17 @@ PyDoc_STRVAR(rerun_doc, "rerun($self, record, storages, around, /)\n--\n\n"
                         "return its results. around: None, or what is called with the operator, "
                         "args and kwargs instead.");
 
-static PyObject *py_handler_rerun(METHOD_ARGUMENTS) {
+static PyObject *py_handler_rerun(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_handler_t *self = (py_handler_t *)object;
     int64_t took;
-    if (py_book_expect("rerun", count, 3, names) != 0) {
+    if (py_book_expect("rerun", count, 3) != 0) {
         return NULL;
     }
     const py_record_t *record = (py_record_t *)args[0];
     if (Py_TYPE(args[0]) != self->record_type || !PyTuple_Check(args[1]) ||
         PyTuple_GET_SIZE(args[1]) != record->pattern->count) {
-        PyErr_SetString(PyExc_TypeError,
-                        "rerun() takes a Record and a tuple of the storages of its inputs");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "rerun() takes a Record and a tuple of the storages of its inputs");
     }
     return py_record_run(self, record, &PyTuple_GET_ITEM(args[1], 0),
                          args[2] == Py_None ? NULL : args[2], &took);
@@ -103,13 +100,12 @@ static PyObject *py_handler_rerun(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(gone_doc, "gone($self, ref, /)\n--\n\nNote that a storage died.");
 
-static PyObject *py_handler_gone(PyObject *object, PyObject *const *args, Py_ssize_t count) {
+static PyObject *py_handler_gone(PyObject *object, PyObject *argument) {
     py_handler_t *self = (py_handler_t *)object;
-    if (count != 1 || Py_TYPE(args[0]) != self->ref_type) {
-        PyErr_SetString(PyExc_TypeError, "gone() takes a StorageRef");
-        return NULL;
+    if (Py_TYPE(argument) != self->ref_type) {
+        return PyErr_Format(PyExc_TypeError, "gone() takes a StorageRef");
     }
-    py_ref_t *ref = (py_ref_t *)args[0];
+    py_ref_t *ref = (py_ref_t *)argument;
     py_table_remove(&self->table, ref);
     if (self->is_open) {
         py_book_note_gone(self->recorder, ref);
@@ -120,11 +116,8 @@ static PyObject *py_handler_gone(PyObject *object, PyObject *const *args, Py_ssi
 PyDoc_STRVAR(reference_doc, "reference($self, storage, /)\n--\n\n"
                             "Return the reference to a storage, or None.");
 
-static PyObject *py_handler_reference(METHOD_ARGUMENTS) {
-    if (py_book_expect("reference", count, 1, names) != 0) {
-        return NULL;
-    }
-    py_ref_t *ref = py_table_find(&((py_handler_t *)object)->table, args[0]);
+static PyObject *py_handler_reference(PyObject *object, PyObject *argument) {
+    py_ref_t *ref = py_table_find(&((py_handler_t *)object)->table, argument);
     return Py_NewRef(ref == NULL ? Py_None : (PyObject *)ref);
 }
 
@@ -132,21 +125,15 @@ PyDoc_STRVAR(track_doc, "track($self, storage, /)\n--\n\n"
                         "Return the reference to a storage, a new one without a number where there "
                         "is none.");
 
-static PyObject *py_handler_track(METHOD_ARGUMENTS) {
+static PyObject *py_handler_track(PyObject *object, PyObject *argument) {
     bool is_new;
-    if (py_book_expect("track", count, 1, names) != 0) {
-        return NULL;
-    }
-    return Py_XNewRef((PyObject *)py_table_enter((py_handler_t *)object, args[0], &is_new));
+    return Py_XNewRef((PyObject *)py_table_enter((py_handler_t *)object, argument, &is_new));
 }
 
 PyDoc_STRVAR(references_doc, "references($self, /)\n--\n\nReturn all references to storages.");
 
-static PyObject *py_handler_references(METHOD_ARGUMENTS) {
+static PyObject *py_handler_references(PyObject *object, PyObject *unused) {
     const py_ref_table_t *table = &((py_handler_t *)object)->table;
-    if (py_book_expect("references", count, 0, names) != 0) {
-        return NULL;
-    }
     PyObject *list = PyList_New(0);
     for (size_t k = 0; list != NULL && k < table->capacity; k++) {
         if (table->slots[k] != NULL && PyList_Append(list, (PyObject *)table->slots[k]) != 0) {
@@ -170,11 +157,8 @@ PyDoc_STRVAR(held_doc, "held($self, /)\n--\n\n"
                        "Return (tensor, number of Python's references) of what was noted in made "
                        "and has any.");
 
-static PyObject *py_handler_held(METHOD_ARGUMENTS) {
+static PyObject *py_handler_held(PyObject *object, PyObject *unused) {
     py_handler_t *self = (py_handler_t *)object;
-    if (py_book_expect("held", count, 0, names) != 0) {
-        return NULL;
-    }
     PyObject *refs = self->made == NULL ? Py_NewRef(Py_None) : Py_NewRef(self->made);
     PyObject *list = PyList_New(0);
     for (Py_ssize_t k = 0; list != NULL && PyList_Check(refs) && k < PyList_GET_SIZE(refs); k++) {
@@ -194,10 +178,7 @@ static PyObject *py_handler_held(METHOD_ARGUMENTS) {
 
 PyDoc_STRVAR(forget_doc, "forget($self, /)\n--\n\nForget all references to storages.");
 
-static PyObject *py_handler_forget(METHOD_ARGUMENTS) {
-    if (py_book_expect("forget", count, 0, names) != 0) {
-        return NULL;
-    }
+static PyObject *py_handler_forget(PyObject *object, PyObject *unused) {
     py_table_clear(&((py_handler_t *)object)->table);
     Py_RETURN_NONE;
 }
@@ -205,10 +186,10 @@ static PyObject *py_handler_forget(METHOD_ARGUMENTS) {
 PyDoc_STRVAR(adopt_doc, "adopt($self, storage, nbytes, is_foreign, /)\n--\n\n"
                         "Count a storage that no operator makes; return the reference to it.");
 
-static PyObject *py_handler_add(METHOD_ARGUMENTS) {
+static PyObject *py_handler_add(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     py_handler_t *self = (py_handler_t *)object;
     int64_t bytes;
-    if (py_book_expect("adopt", count, 3, names) != 0 ||
+    if (py_book_expect("adopt", count, 3) != 0 ||
         py_book_read_int64(args[1], &bytes) != 0 || py_book_forget_gone(self->recorder) != 0) {
         return NULL;
     }
@@ -235,21 +216,17 @@ static PyGetSetDef handler_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-#define HANDLER_METHOD(name, function)                                                             \
-    {#name, (PyCFunction)(void (*)(void))py_handler_##function,                                    \
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, name##_doc}
-
 static PyMethodDef handler_methods[] = {
-    HANDLER_METHOD(signature, signature),
-    HANDLER_METHOD(catch_up, catch_up),
-    HANDLER_METHOD(rerun, rerun),
-    HANDLER_METHOD(reference, reference),
-    HANDLER_METHOD(track, track),
-    HANDLER_METHOD(references, references),
-    HANDLER_METHOD(forget, forget),
-    HANDLER_METHOD(held, held),
-    HANDLER_METHOD(adopt, add),
-    {"gone", PY_FASTCALL(py_handler_gone), gone_doc},
+    {"signature", PY_FASTCALL(py_handler_signature), signature_doc},
+    {"catch_up", py_handler_catch_up, METH_O, catch_up_doc},
+    {"rerun", PY_FASTCALL(py_handler_rerun), rerun_doc},
+    {"reference", py_handler_reference, METH_O, reference_doc},
+    {"track", py_handler_track, METH_O, track_doc},
+    {"references", py_handler_references, METH_NOARGS, references_doc},
+    {"forget", py_handler_forget, METH_NOARGS, forget_doc},
+    {"held", py_handler_held, METH_NOARGS, held_doc},
+    {"adopt", PY_FASTCALL(py_handler_add), adopt_doc},
+    {"gone", py_handler_gone, METH_O, gone_doc},
     {"__enter__", py_handler_enter, METH_NOARGS, "Keep other threads out."},
     {"__exit__", PY_FASTCALL(py_handler_exit), "Let other threads in again."},
     {NULL, NULL, 0, NULL},
@@ -333,6 +310,14 @@ static int prepare_handler(py_handler_t *self) {
     return PyErr_Occurred() || find_device(self) != 0 ? -1 : 0;
 }
 
+/* What it has to the end, and what goes when it is collected. */
+#define HANDLER_OBJECTS(entry)                                                                     \
+    entry(recorder) entry(ref_type) entry(needs_type) entry(kernel_type) entry(record_type)        \
+        entry(needs) entry(kernels) entry(kept) entry(device) entry(bytes) entry(zero)             \
+            entry(dtype_and_device)
+#define HANDLER_VARIABLES(entry)                                                                   \
+    entry(verifier) entry(clock) entry(flags) entry(gone) entry(module) entry(made)
+
 static PyObject *py_handler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keywords[] = {"recorder", "parts",       "needs",       "kernels",       "kept",
                                "device",   "bytes",       "block_bytes", "small_bytes",
@@ -382,28 +367,14 @@ static PyObject *py_handler_new(PyTypeObject *type, PyObject *args, PyObject *kw
 static int py_handler_traverse(PyObject *object, visitproc visit, void *arg) {
     py_handler_t *self = (py_handler_t *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->recorder);
-    Py_VISIT(self->ref_type);
-    Py_VISIT(self->needs_type);
-    Py_VISIT(self->kernel_type);
-    Py_VISIT(self->record_type);
     for (int k = 0; k < PART_COUNT; k++) {
         Py_VISIT(self->parts[k]);
     }
     for (size_t k = 0; k < self->table.capacity; k++) {
         Py_VISIT((PyObject *)self->table.slots[k]);
     }
-    Py_VISIT(self->needs);
-    Py_VISIT(self->kernels);
-    Py_VISIT(self->kept);
-    Py_VISIT(self->device);
-    Py_VISIT(self->bytes);
-    Py_VISIT(self->verifier);
-    Py_VISIT(self->clock);
-    Py_VISIT(self->flags);
-    Py_VISIT(self->gone);
-    Py_VISIT(self->module);
-    Py_VISIT(self->made);
+    HANDLER_OBJECTS(PY_VISIT_FIELD)
+    HANDLER_VARIABLES(PY_VISIT_FIELD)
     return 0;
 }
 
@@ -411,12 +382,7 @@ static int py_handler_clear(PyObject *object) {
     py_handler_t *self = (py_handler_t *)object;
     self->is_open = false;
     /* The table and the book stay: callbacks of storages may come until the end. */
-    Py_CLEAR(self->verifier);
-    Py_CLEAR(self->clock);
-    Py_CLEAR(self->flags);
-    Py_CLEAR(self->gone);
-    Py_CLEAR(self->module);
-    Py_CLEAR(self->made);
+    HANDLER_VARIABLES(PY_CLEAR_FIELD)
     return 0;
 }
 
@@ -427,24 +393,13 @@ static void py_handler_dealloc(PyObject *object) {
     py_operator_clear(self);
     py_table_clear(&self->table);
     py_needs_forget_recent(self);
-    Py_CLEAR(self->recorder);
-    Py_CLEAR(self->ref_type);
-    Py_CLEAR(self->needs_type);
-    Py_CLEAR(self->kernel_type);
-    Py_CLEAR(self->record_type);
     for (int k = 0; k < PART_COUNT; k++) {
         Py_CLEAR(self->parts[k]);
     }
     for (int k = 0; k < NAME_COUNT; k++) {
         Py_CLEAR(self->names[k]);
     }
-    Py_CLEAR(self->needs);
-    Py_CLEAR(self->kernels);
-    Py_CLEAR(self->kept);
-    Py_CLEAR(self->device);
-    Py_CLEAR(self->bytes);
-    Py_CLEAR(self->zero);
-    Py_CLEAR(self->dtype_and_device);
+    HANDLER_OBJECTS(PY_CLEAR_FIELD)
     if (self->lock != NULL) {
         PyThread_free_lock(self->lock);
     }
@@ -452,6 +407,11 @@ static void py_handler_dealloc(PyObject *object) {
     rotor_free(self->inputs);
     rotor_free(self->nodes);
     rotor_free(self->marks);
+    rotor_free(self->outputs.places);
+    rotor_free(self->outputs.bytes);
+    rotor_free(self->outputs.origins);
+    rotor_free(self->outputs.indices);
+    rotor_free(self->outputs.nodes);
     py_dealloc(object);
 }
 

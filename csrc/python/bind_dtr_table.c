@@ -37,7 +37,7 @@ static int table_grow(py_ref_table_t *table) {
     return 0;
 }
 
-int py_table_add(py_ref_table_t *table, py_ref_t *ref) {
+static int table_add(py_ref_table_t *table, py_ref_t *ref) {
     if (2 * (table->count + 1) > table->capacity && table_grow(table) != 0) {
         return -1;
     }
@@ -90,7 +90,7 @@ py_ref_t *py_table_enter(py_handler_t *self, PyObject *storage, bool *is_new) {
     if (ref == NULL) {
         return NULL;
     }
-    int ret = py_table_add(&self->table, ref);
+    int ret = table_add(&self->table, ref);
     Py_DECREF((PyObject *)ref);
     return ret == 0 ? ref : NULL;
 }
@@ -125,14 +125,8 @@ py_ref_t *py_handler_adopt(py_handler_t *self, PyObject *storage, int64_t bytes,
     }
     if (recorder->observer != Py_None) {
         int64_t size = py_bytes_of(self, storage);
-        PyObject *number = PyLong_FromLong(node);
-        PyObject *nbytes = size < 0 ? NULL : PyLong_FromLongLong(size);
-        int ret = number == NULL || nbytes == NULL
-                      ? -1
-                      : py_did(py_ask(self, recorder->observer, constant, number, nbytes));
-        Py_XDECREF(number);
-        Py_XDECREF(nbytes);
-        if (ret != 0) {
+        if (size < 0 || py_did(PyObject_CallMethod(recorder->observer, "constant", "iL", (int)node,
+                                                   (long long)size)) != 0) {
             return NULL;
         }
     }

@@ -18,15 +18,6 @@ PyObject *py_ref_make(PyTypeObject *type, PyObject *storage, PyObject *gone) {
     return object;
 }
 
-static PyObject *py_ref_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    return PyErr_Format(PyExc_TypeError, "cannot create '%s' instances: a Handler makes them",
-                        type->tp_name);
-}
-
-static int py_ref_init(PyObject *object, PyObject *args, PyObject *kwargs) {
-    return 0;
-}
-
 static int py_ref_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(object));
     return _PyWeakref_RefType.tp_traverse(object, visit, arg);
@@ -59,8 +50,6 @@ PyDoc_STRVAR(ref_doc,
              "numbers; a Handler makes it, and hears when the storage dies.");
 
 static PyType_Slot ref_slots[] = {
-    {Py_tp_new, py_ref_new},
-    {Py_tp_init, py_ref_init},
     {Py_tp_dealloc, py_ref_dealloc},
     {Py_tp_traverse, py_ref_traverse},
     {Py_tp_members, ref_members},
@@ -72,7 +61,8 @@ static PyType_Slot ref_slots[] = {
 static PyType_Spec ref_spec = {
     .name = "rotor._core.StorageRef",
     .basicsize = sizeof(py_ref_t),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = ref_slots,
 };
 

@@ -16,16 +16,17 @@ static PyObject *py_live_bytes(PyObject *module, PyObject *const *args, Py_ssize
     Py_buffer views[COLUMNS];
     int64_t *live = NULL;
     PyObject *answer = NULL;
-    int filled = 0;
 
     if (!py_are_counted("live_bytes", nargs, COLUMNS, COLUMNS)) {
         return NULL;
     }
     int wanted = args[TOTAL] == Py_None ? TOTAL : COLUMNS;
-    for (; filled < wanted; filled++) {
-        bool is_free = filled == ADDRESS || filled == RESIDENT;
-        Py_ssize_t length = is_free ? -1 : views[ADDRESS].shape[0];
-        if (py_get_int64(args[filled], names[filled], length, &views[filled]) != 0) {
+    if (py_get_arrays(args, names, wanted, views) != 0) {
+        return NULL;
+    }
+    for (int k = NBYTES; k < wanted; k++) {
+        if (k != RESIDENT &&
+            py_check_length(&views[k], names[k], views[ADDRESS].shape[0]) != 0) {
             goto out;
         }
     }
@@ -47,9 +48,7 @@ static PyObject *py_live_bytes(PyObject *module, PyObject *const *args, Py_ssize
     answer = ret == ROTOR_OK ? py_int64_bytes(live, events.count) : py_raise_status(module, ret);
 out:
     rotor_free(live);
-    while (filled > 0) {
-        PyBuffer_Release(&views[--filled]);
-    }
+    py_release_arrays(views, wanted);
     return answer;
 }
 

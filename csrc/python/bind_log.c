@@ -2,29 +2,29 @@
 
 #include <string.h>
 
-static PyObject *raise_malformed(PyObject *module, const rotor_log_error_t *error) {
-    PyObject *message =
-        PyUnicode_DecodeUTF8(error->message, (Py_ssize_t)strlen(error->message), "replace");
-    return py_raise_number(py_state(module)->malformed_log_error, message, error->line);
+/* None, or NULL with the exception of a status. */
+static PyObject *log_answer(PyObject *object, int status, const rotor_log_error_t *error) {
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
+    if (status == ROTOR_ERR_FORMAT) {
+        return py_raise_number(py_state(module)->malformed_log_error, py_text(error->message),
+                               error->line);
+    }
+    return status == ROTOR_OK ? Py_NewRef(Py_None) : py_raise_status(module, status);
 }
 
 static rotor_log_t *log_of(PyObject *object) { return &((py_log_t *)object)->log; }
 
 static PyObject *py_log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *module = PyType_GetModule(type);
     int cut_at_start;
 
-    if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
-        return PyErr_Format(PyExc_TypeError, "Log takes positional arguments only");
-    }
-    if (!PyArg_ParseTuple(args, "p:Log", &cut_at_start)) {
+    if (!py_has_no_names("Log", kwargs) || !PyArg_ParseTuple(args, "p:Log", &cut_at_start)) {
         return NULL;
     }
     PyObject *self = type->tp_alloc(type, 0);
     if (self != NULL) {
         int ret = rotor_log_init(log_of(self), cut_at_start != 0);
         if (ret != ROTOR_OK) {
-            py_raise_status(module, ret);
+            py_raise_status(PyType_GetModule(type), ret);
             Py_CLEAR(self);
         }
     }
@@ -60,7 +60,6 @@ PyDoc_STRVAR(log_feed_doc, "feed(data, progress=None, /)\n--\n\n"
                            "``progress(done, total)`` is called now and then, in bytes of `data`.");
 
 static PyObject *py_log_feed(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
-    PyObject *module = PyType_GetModule(Py_TYPE(object));
     py_log_t *self = (py_log_t *)object;
     PyObject *progress = nargs > 1 && args[1] != Py_None ? args[1] : NULL;
     rotor_log_error_t error;
@@ -87,13 +86,7 @@ static PyObject *py_log_feed(PyObject *object, PyObject *const *args, Py_ssize_t
     py_watch_end(&watch);
     self->is_feeding = false;
     PyBuffer_Release(&view);
-    if (ret == ROTOR_ERR_FORMAT) {
-        return raise_malformed(module, &error);
-    }
-    if (ret != ROTOR_OK) {
-        return py_raise_status(module, ret);
-    }
-    Py_RETURN_NONE;
+    return log_answer(object, ret, &error);
 }
 
 PyDoc_STRVAR(log_finish_doc, "finish(condition, /)\n--\n\n"
@@ -101,7 +94,6 @@ PyDoc_STRVAR(log_finish_doc, "finish(condition, /)\n--\n\n"
                              "leaves it.");
 
 static PyObject *py_log_finish(PyObject *object, PyObject *argument) {
-    PyObject *module = PyType_GetModule(Py_TYPE(object));
     rotor_log_error_t error;
     int64_t condition;
 
@@ -111,13 +103,7 @@ static PyObject *py_log_finish(PyObject *object, PyObject *argument) {
     }
     int ret =
         rotor_log_finish(log_of(object), (enum rotor_output_condition)condition, &error);
-    if (ret == ROTOR_ERR_FORMAT) {
-        return raise_malformed(module, &error);
-    }
-    if (ret != ROTOR_OK) {
-        return py_raise_status(module, ret);
-    }
-    Py_RETURN_NONE;
+    return log_answer(object, ret, &error);
 }
 
 PyDoc_STRVAR(log_lookup_doc, "lookup(name, /)\n--\n\n"
@@ -163,8 +149,7 @@ static PyObject *py_log_references(PyObject *object, PyObject *argument) {
 }
 
 static PyObject *name_at(const rotor_graph_t *graph, int32_t at) {
-    const char *name = graph->names + at;
-    return PyUnicode_DecodeUTF8(name, (Py_ssize_t)strlen(name), "replace");
+    return py_text(graph->names + at);
 }
 
 PyDoc_STRVAR(log_operation_name_doc, "operation_name(operation, /)\n--\n\n"
@@ -191,11 +176,24 @@ static PyObject *py_log_tensor_name(PyObject *object, PyObject *argument) {
     return name_at(graph, graph->tensors[index].name);
 }
 
-enum { MOST_COLUMNS = 6 };
+/* A number within each item of an array. */
+typedef struct {
+    size_t offset;
+    size_t size; /* of an int64_t, an int32_t, a bool */
+} column_t;
 
-/* A tuple of bytearrays for `width` columns of `count` int64; `columns` are their data. */
-static PyObject *make_columns(int width, int64_t count, int64_t *columns[MOST_COLUMNS]) {
-    PyObject *answer = PyTuple_New(width);
+#define COLUMN(type, field) {offsetof(type, field), sizeof(((type *)0)->field)}
+
+static int64_t number_at(const char *place, size_t size) {
+    return size == sizeof(int64_t)   ? *(const int64_t *)(const void *)place
+           : size == sizeof(int32_t) ? *(const int32_t *)(const void *)place
+                                     : *(const bool *)(const void *)place;
+}
+
+/* A tuple of bytearrays of int64, one for each column of `count` items that are `stride` bytes apart. */
+static PyObject *columns_of(PyObject *object, const void *items, int64_t count, size_t stride,
+                            const column_t *columns, int width) {
+    PyObject *answer = may_read(object) ? PyTuple_New(width) : NULL;
     for (int k = 0; answer != NULL && k < width; k++) {
         PyObject *column = py_int64_bytes(NULL, count);
         if (column == NULL) {
@@ -203,7 +201,11 @@ static PyObject *make_columns(int width, int64_t count, int64_t *columns[MOST_CO
             break;
         }
         PyTuple_SET_ITEM(answer, k, column);
-        columns[k] = (int64_t *)(void *)PyByteArray_AS_STRING(column);
+        int64_t *to = (int64_t *)(void *)PyByteArray_AS_STRING(column);
+        const char *from = (const char *)items + columns[k].offset;
+        for (int64_t i = 0; i < count; i++) {
+            to[i] = number_at(from + (size_t)i * stride, columns[k].size);
+        }
     }
     return answer;
 }
@@ -214,23 +216,36 @@ PyDoc_STRVAR(log_operations_doc,
              "first_output, output_count.");
 
 static PyObject *py_log_operations(PyObject *object, PyObject *unused) {
+    static const column_t columns[] = {
+        COLUMN(rotor_operation_t, cost_ns),      COLUMN(rotor_operation_t, bytes),
+        COLUMN(rotor_operation_t, first_input),  COLUMN(rotor_operation_t, input_count),
+        COLUMN(rotor_operation_t, first_output), COLUMN(rotor_operation_t, output_count)};
     const rotor_graph_t *graph = &log_of(object)->graph;
-    int64_t *columns[MOST_COLUMNS];
-    PyObject *answer = NULL;
+    return columns_of(object, graph->operations, graph->operation_count,
+                      sizeof(*graph->operations), columns, 6);
+}
 
-    if (may_read(object)) {
-        answer = make_columns(6, graph->operation_count, columns);
-    }
-    for (int64_t k = 0; answer != NULL && k < graph->operation_count; k++) {
-        const rotor_operation_t *operation = &graph->operations[k];
-        columns[0][k] = operation->cost_ns;
-        columns[1][k] = operation->bytes;
-        columns[2][k] = operation->first_input;
-        columns[3][k] = operation->input_count;
-        columns[4][k] = operation->first_output;
-        columns[5][k] = operation->output_count;
-    }
-    return answer;
+PyDoc_STRVAR(log_tensors_doc, "tensors()\n--\n\n"
+                              "Return columns of int64: storage, operation, is_alias.");
+
+static PyObject *py_log_tensors(PyObject *object, PyObject *unused) {
+    static const column_t columns[] = {COLUMN(rotor_tensor_t, storage),
+                                       COLUMN(rotor_tensor_t, operation),
+                                       COLUMN(rotor_tensor_t, is_alias)};
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    return columns_of(object, graph->tensors, graph->tensor_count, sizeof(*graph->tensors),
+                      columns, 3);
+}
+
+PyDoc_STRVAR(log_storages_doc, "storages()\n--\n\n"
+                               "Return columns of int64: bytes, root.");
+
+static PyObject *py_log_storages(PyObject *object, PyObject *unused) {
+    static const column_t columns[] = {COLUMN(rotor_storage_t, bytes),
+                                       COLUMN(rotor_storage_t, root)};
+    const rotor_graph_t *graph = &log_of(object)->graph;
+    return columns_of(object, graph->storages, graph->storage_count, sizeof(*graph->storages),
+                      columns, 2);
 }
 
 PyDoc_STRVAR(log_inputs_doc,
@@ -239,55 +254,7 @@ PyDoc_STRVAR(log_inputs_doc,
 
 static PyObject *py_log_inputs(PyObject *object, PyObject *unused) {
     const rotor_graph_t *graph = &log_of(object)->graph;
-    PyObject *answer = NULL;
-
-    if (may_read(object)) {
-        answer = py_int64_bytes(NULL, graph->input_count);
-    }
-    if (answer != NULL) {
-        int64_t *to = (int64_t *)(void *)PyByteArray_AS_STRING(answer);
-        for (int64_t k = 0; k < graph->input_count; k++) {
-            to[k] = graph->inputs[k];
-        }
-    }
-    return answer;
-}
-
-PyDoc_STRVAR(log_tensors_doc, "tensors()\n--\n\n"
-                              "Return columns of int64: storage, operation, is_alias.");
-
-static PyObject *py_log_tensors(PyObject *object, PyObject *unused) {
-    const rotor_graph_t *graph = &log_of(object)->graph;
-    int64_t *columns[MOST_COLUMNS];
-    PyObject *answer = NULL;
-
-    if (may_read(object)) {
-        answer = make_columns(3, graph->tensor_count, columns);
-    }
-    for (int64_t k = 0; answer != NULL && k < graph->tensor_count; k++) {
-        columns[0][k] = graph->tensors[k].storage;
-        columns[1][k] = graph->tensors[k].operation;
-        columns[2][k] = graph->tensors[k].is_alias;
-    }
-    return answer;
-}
-
-PyDoc_STRVAR(log_storages_doc, "storages()\n--\n\n"
-                               "Return columns of int64: bytes, root.");
-
-static PyObject *py_log_storages(PyObject *object, PyObject *unused) {
-    const rotor_graph_t *graph = &log_of(object)->graph;
-    int64_t *columns[MOST_COLUMNS];
-    PyObject *answer = NULL;
-
-    if (may_read(object)) {
-        answer = make_columns(2, graph->storage_count, columns);
-    }
-    for (int64_t k = 0; answer != NULL && k < graph->storage_count; k++) {
-        columns[0][k] = graph->storages[k].bytes;
-        columns[1][k] = graph->storages[k].root;
-    }
-    return answer;
+    return may_read(object) ? py_wide_bytes(graph->inputs, graph->input_count) : NULL;
 }
 
 PyDoc_STRVAR(log_commands_doc,
@@ -297,19 +264,10 @@ PyDoc_STRVAR(log_commands_doc,
 
 static PyObject *py_log_commands(PyObject *object, PyObject *unused) {
     const rotor_log_t *log = log_of(object);
-    PyObject *answer = NULL;
-
-    if (may_read(object)) {
-        answer = py_int64_bytes(NULL, 2 * log->command_count);
-    }
-    if (answer != NULL) {
-        int64_t *to = (int64_t *)(void *)PyByteArray_AS_STRING(answer);
-        for (int64_t k = 0; k < log->command_count; k++) {
-            to[2 * k] = log->commands[k].kind;
-            to[2 * k + 1] = log->commands[k].index;
-        }
-    }
-    return answer;
+    _Static_assert(sizeof(*log->commands) == 2 * sizeof(int32_t), "a command is a pair of int32");
+    return may_read(object)
+               ? py_wide_bytes((const int32_t *)(const void *)log->commands, 2 * log->command_count)
+               : NULL;
 }
 
 /* An int64 of the log; `closure` is its offset. */

@@ -160,37 +160,42 @@ out:
     return answer;
 }
 
-static PyObject *write_name(PyObject *object, PyObject *argument, const char *what,
-                            int (*write)(rotor_log_writer_t *, rotor_name_t)) {
+static PyObject *write_name(PyObject *object, PyObject *argument, const char *instruction) {
     rotor_name_t name;
-    return get_name(argument, what, &name) ? written(object, write(writer_of(object), name))
-                                           : NULL;
+    if (!get_name(argument, "name", &name)) {
+        return NULL;
+    }
+    return written(object, rotor_log_write_name(writer_of(object), instruction, name));
 }
 
 PyDoc_STRVAR(writer_constant_doc, "constant(name, /)\n--\n\n"
                                   "Write CONSTANT; its memory has to follow.");
 
 static PyObject *py_writer_constant(PyObject *object, PyObject *argument) {
-    return write_name(object, argument, "name", rotor_log_write_constant);
+    return write_name(object, argument, "CONSTANT");
 }
 
 PyDoc_STRVAR(writer_release_doc, "release(name, /)\n--\n\nWrite RELEASE.");
 
 static PyObject *py_writer_release(PyObject *object, PyObject *argument) {
-    return write_name(object, argument, "name", rotor_log_write_release);
+    return write_name(object, argument, "RELEASE");
 }
 
 PyDoc_STRVAR(writer_pin_doc, "pin(name, /)\n--\n\nWrite PIN.");
 
 static PyObject *py_writer_pin(PyObject *object, PyObject *argument) {
-    return write_name(object, argument, "name", rotor_log_write_pin);
+    return write_name(object, argument, "PIN");
 }
 
 PyDoc_STRVAR(writer_annotate_doc, "annotate(text, /)\n--\n\n"
                                   "Write ANNOTATE, such as START or BACKWARD.");
 
 static PyObject *py_writer_annotate(PyObject *object, PyObject *argument) {
-    return write_name(object, argument, "text", rotor_log_write_annotate);
+    rotor_name_t text;
+    if (!get_name(argument, "text", &text)) {
+        return NULL;
+    }
+    return written(object, rotor_log_write_annotate(writer_of(object), text));
 }
 
 static PyObject *write_number(PyObject *object, PyObject *const *args, Py_ssize_t nargs,

@@ -1,6 +1,5 @@
 #include "support.h"
 
-#include <string.h>
 #include <structmember.h>
 
 #include "bound.h"
@@ -15,9 +14,15 @@ typedef struct {
     uint64_t sum; /* of all arrays but the times */
 } py_dataflow_t;
 
-static const char *const array_names[] = {
-    "cost_ns", "workspace_bytes", "phase", "flags", "input_start", "inputs",
-    "output_start", "outputs", "storage_bytes", "pinned", "fixed", "lazy", "light_bytes"};
+/* In the order of the arguments. */
+#define DATAFLOW_ARRAYS(entry)                                                                     \
+    entry(cost_ns) entry(workspace_bytes) entry(phase) entry(flags) entry(input_start)             \
+        entry(inputs) entry(output_start) entry(outputs) entry(storage_bytes) entry(pinned)        \
+            entry(fixed) entry(lazy) entry(light_bytes)
+
+#define AS_TEXT(name) #name,
+static const char *const array_names[] = {DATAFLOW_ARRAYS(AS_TEXT)};
+#undef AS_TEXT
 enum { ARRAYS = 13 };
 
 static int64_t last_of(const Py_buffer *view) {
@@ -32,9 +37,7 @@ static int check_lengths(const Py_buffer *views) {
                               : k == 4 || k == 6 ? n + 1
                               : k >= 9           ? views[8].shape[0]
                                                  : views[k].shape[0];
-        if (views[k].shape[0] != expected) {
-            PyErr_Format(PyExc_ValueError, "%s has %zd entries, expected %zd", array_names[k],
-                         views[k].shape[0], expected);
+        if (py_check_length(&views[k], array_names[k], expected) != 0) {
             return -1;
         }
     }
@@ -60,47 +63,25 @@ static int sum_arrays(const Py_buffer *views, uint64_t *sum) {
 }
 
 static PyObject *py_dataflow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *module = PyType_GetModule(type);
-    PyObject *arrays[ARRAYS];
     Py_buffer views[ARRAYS];
-    int count = 0;
     py_dataflow_t *self = NULL;
 
-    if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
-        return PyErr_Format(PyExc_TypeError, "Dataflow takes positional arguments only");
-    }
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOO:Dataflow", &arrays[0], &arrays[1], &arrays[2],
-                          &arrays[3], &arrays[4], &arrays[5], &arrays[6], &arrays[7], &arrays[8],
-                          &arrays[9], &arrays[10], &arrays[11], &arrays[12])) {
+    if (!py_has_no_names("Dataflow", kwargs) ||
+        !py_are_counted("Dataflow", PyTuple_GET_SIZE(args), ARRAYS, ARRAYS) ||
+        py_get_arrays(&PyTuple_GET_ITEM(args, 0), array_names, ARRAYS, views) != 0) {
         return NULL;
-    }
-    for (; count < ARRAYS; count++) {
-        if (py_get_int64(arrays[count], array_names[count], -1, &views[count]) != 0) {
-            goto out;
-        }
     }
     if (check_lengths(views) != 0) {
         goto out;
     }
     self = (py_dataflow_t *)type->tp_alloc(type, 0);
     if (self != NULL) {
-        rotor_dataflow_arrays_t source = {
-            .operation_count = views[0].shape[0],
-            .storage_count = views[8].shape[0],
-            .cost_ns = views[0].buf,
-            .workspace_bytes = views[1].buf,
-            .phase = views[2].buf,
-            .flags = views[3].buf,
-            .input_start = views[4].buf,
-            .inputs = views[5].buf,
-            .output_start = views[6].buf,
-            .outputs = views[7].buf,
-            .storage_bytes = views[8].buf,
-            .pinned = views[9].buf,
-            .fixed = views[10].buf,
-            .lazy = views[11].buf,
-            .light_bytes = views[12].buf,
-        };
+        rotor_dataflow_arrays_t source = {.operation_count = views[0].shape[0],
+                                          .storage_count = views[8].shape[0]};
+        int at = 0;
+#define TAKE(name) source.name = views[at++].buf;
+        DATAFLOW_ARRAYS(TAKE)
+#undef TAKE
         int ret = rotor_dataflow_build(&self->graph, &source);
         ret = ret == ROTOR_OK ? sum_arrays(views, &self->sum) : ret;
         if (ret == ROTOR_ERR_BAD_LENGTH) {
@@ -108,14 +89,12 @@ static PyObject *py_dataflow_new(PyTypeObject *type, PyObject *args, PyObject *k
                                               "and lists that begin where the last one ended");
             Py_CLEAR(self);
         } else if (ret != ROTOR_OK) {
-            py_raise_status(module, ret);
+            py_raise_status(PyType_GetModule(type), ret);
             Py_CLEAR(self);
         }
     }
 out:
-    while (count-- > 0) {
-        PyBuffer_Release(&views[count]);
-    }
+    py_release_arrays(views, ARRAYS);
     return (PyObject *)self;
 }
 
@@ -183,9 +162,8 @@ static int read_link(PyObject *self, PyObject *given, rotor_link_t *link) {
     return py_check_status(self, py_read_link(given, link));
 }
 
-static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-                                      Py_ssize_t nargs, PyObject *names) {
-    PyObject *module = PyType_GetModule(cls);
+static PyObject *py_dataflow_simulate(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
     py_dataflow_t *self = (py_dataflow_t *)object;
     PyObject *before = NULL;
     PyObject *peaks = NULL;
@@ -197,18 +175,16 @@ static PyObject *py_dataflow_simulate(PyObject *object, PyTypeObject *cls, PyObj
     Py_buffer view;
     int ret;
 
-    if (nargs < 1 || nargs > 2 || names != NULL) {
-        return PyErr_Format(PyExc_TypeError, "simulate takes one or two positional arguments");
-    }
-    if (has_link && read_link(object, args[1], &link) != 0) {
+    if (!py_are_counted("simulate", nargs, 1, 2) ||
+        (has_link && read_link(object, args[1], &link) != 0)) {
         return NULL;
     }
     int64_t length = get_program(args[0], &view);
     if (length < 0) {
         return NULL;
     }
-    before = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)length * (Py_ssize_t)sizeof(int64_t));
-    peaks = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)length * (Py_ssize_t)sizeof(int64_t));
+    before = py_int64_bytes(NULL, length);
+    peaks = py_int64_bytes(NULL, length);
     if (before == NULL || peaks == NULL) {
         goto out;
     }
@@ -382,8 +358,7 @@ static PyObject *py_dataflow_curve(PyObject *object, PyObject *args) {
 }
 
 static PyMethodDef dataflow_methods[] = {
-    {"simulate", (PyCFunction)(void (*)(void))py_dataflow_simulate,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS, simulate_doc},
+    {"simulate", PY_FASTCALL(py_dataflow_simulate), simulate_doc},
     {"lower_bound", py_dataflow_lower_bound, METH_O, lower_bound_doc},
     {"plan", py_dataflow_plan, METH_VARARGS, plan_doc},
     {"curve", py_dataflow_curve, METH_VARARGS, curve_doc},

@@ -2,8 +2,6 @@
 
 #include "probe.h"
 
-#include <string.h>
-
 PyDoc_STRVAR(clock_ns_doc, "clock_ns()\n--\n\n"
                            "Return nanoseconds of a clock that never goes back.");
 
@@ -146,12 +144,11 @@ static PyObject *py_cuda_memory(PyObject *module, PyObject *args, PyObject *kwar
     Py_BEGIN_ALLOW_THREADS
     rotor_probe_cuda(device, cuda_library, nvml_library, &memory);
     Py_END_ALLOW_THREADS
-    PyObject *name = PyUnicode_DecodeUTF8(memory.name, (Py_ssize_t)strlen(memory.name), "replace");
     return Py_BuildValue("{sL sL sL sL sL sN}", "free_bytes", (long long)memory.free_bytes,
                          "total_bytes", (long long)memory.total_bytes, "nvml_free_bytes",
                          (long long)memory.nvml_free_bytes, "nvml_used_bytes",
                          (long long)memory.nvml_used_bytes, "nvml_total_bytes",
-                         (long long)memory.nvml_total_bytes, "name", name);
+                         (long long)memory.nvml_total_bytes, "name", py_text(memory.name));
 }
 
 #define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void)) function, METH_VARARGS | METH_KEYWORDS

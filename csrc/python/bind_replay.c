@@ -118,20 +118,14 @@ static PyObject *py_replay_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     int count_accesses;
     int stats;
     int trace;
-    long long budget;
-    long long rebuild_every;
-    long long max_events;
-    long long stop_at_execution;
-    rotor_replay_options_t options;
+    rotor_replay_options_t options = {.trace = false};
 
-    memset(&options, 0, sizeof(options));
-    if (module == NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
-        return PyErr_Format(PyExc_TypeError, "Replay takes positional arguments only");
-    }
-    if (!PyArg_ParseTuple(args, "O!ipLdOO!LpppppLL:Replay", py_state(module)->log_type, &log,
-                          &runtime, &ignores_releases, &budget, &options.remat_limit_ns, &heuristic,
-                          &PyLong_Type, &seed, &rebuild_every, &sample, &ignore_small,
-                          &count_accesses, &stats, &trace, &max_events, &stop_at_execution)) {
+    if (!py_has_no_names("Replay", kwargs) ||
+        !PyArg_ParseTuple(args, "O!ipLdOO!LpppppLL:Replay", py_state(module)->log_type, &log,
+                          &runtime, &ignores_releases, &options.budget_bytes, &options.remat_limit_ns,
+                          &heuristic, &PyLong_Type, &seed, &options.eviction.rebuild_every,
+                          &sample, &ignore_small, &count_accesses, &stats, &trace,
+                          &options.max_events, &options.stop_at_execution)) {
         return NULL;
     }
     options.eviction.seed = PyLong_AsUnsignedLongLong(seed);
@@ -141,16 +135,16 @@ static PyObject *py_replay_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     if (runtime < ROTOR_V1 || runtime > ROTOR_V2_EAGER) {
         return PyErr_Format(PyExc_ValueError, "runtime must be 0, 1 or 2, got %d", runtime);
     }
-    if (rebuild_every < 0) {
+    if (options.eviction.rebuild_every < 0) {
         return PyErr_Format(PyExc_ValueError, "rebuild_every must not be negative, got %lld",
-                            rebuild_every);
+                            (long long)options.eviction.rebuild_every);
     }
-    if (max_events < 1) {
-        return PyErr_Format(PyExc_ValueError, "max_events must be positive, got %lld", max_events);
+    if (options.max_events < 1) {
+        return PyErr_Format(PyExc_ValueError, "max_events must be positive, got %lld",
+                            (long long)options.max_events);
     }
     if (isnan(options.remat_limit_ns) || options.remat_limit_ns < 0) {
-        PyErr_SetString(PyExc_ValueError, "remat_limit_ns must not be negative or NaN");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "remat_limit_ns must not be negative or NaN");
     }
     if (check_log_is_still(log) != 0) {
         return NULL;
@@ -162,12 +156,8 @@ static PyObject *py_replay_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     self->log = (py_log_t *)Py_NewRef(log);
     options.runtime = (enum rotor_runtime)runtime;
     options.ignores_releases = ignores_releases != 0;
-    options.budget_bytes = budget;
-    options.stop_at_execution = stop_at_execution;
     options.stats = stats != 0;
     options.trace = trace != 0;
-    options.max_events = max_events;
-    options.eviction.rebuild_every = rebuild_every;
     options.eviction.sample = sample != 0;
     options.eviction.ignore_small = ignore_small != 0;
     options.eviction.count_accesses = count_accesses != 0;
@@ -252,8 +242,7 @@ static PyObject *py_replay_run(PyObject *object, PyObject *const *args, Py_ssize
         return NULL;
     }
     if (self->has_ended) {
-        PyErr_SetString(PyExc_RuntimeError, "this Replay has ended, make another one");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "this Replay has ended, make another one");
     }
     self->is_running = true;
     self->log->readers++;
@@ -286,8 +275,7 @@ static PyObject *py_replay_is_defined(PyObject *object, PyObject *tensor) {
     if ((index == -1 && PyErr_Occurred()) || check_is_still(self) != 0) {
         return NULL;
     }
-    bool exists = index >= 0 && index < self->replay.tensor_count;
-    return PyBool_FromLong(exists && rotor_replay_is_defined(&self->replay, (int32_t)index));
+    return PyBool_FromLong(rotor_replay_is_defined(&self->replay, index));
 }
 
 PyDoc_STRVAR(locked_doc, "locked()\n--\n\n"
@@ -295,25 +283,17 @@ PyDoc_STRVAR(locked_doc, "locked()\n--\n\n"
 
 static PyObject *py_replay_locked(PyObject *object, PyObject *unused) {
     py_replay_t *self = (py_replay_t *)object;
-    PyObject *answer = NULL;
-
     if (check_is_still(self) != 0) {
         return NULL;
     }
     int64_t count = rotor_replay_locked(&self->replay, NULL, 0);
     int32_t *storages = rotor_malloc_array(count, sizeof(*storages));
-    int64_t *wide = rotor_malloc_array(count, sizeof(*wide));
-    if (storages == NULL || wide == NULL) {
-        PyErr_NoMemory();
-    } else {
-        rotor_replay_locked(&self->replay, storages, count);
-        for (int64_t i = 0; i < count; i++) {
-            wide[i] = storages[i];
-        }
-        answer = py_int64_bytes(wide, count);
+    if (storages == NULL) {
+        return PyErr_NoMemory();
     }
+    rotor_replay_locked(&self->replay, storages, count);
+    PyObject *answer = py_wide_bytes(storages, count);
     rotor_free(storages);
-    rotor_free(wide);
     return answer;
 }
 

@@ -1,7 +1,9 @@
 #include "support.h"
 
+#include "floating.h"
 #include "frontier.h"
 #include "persistent.h"
+#include "revolve.h"
 
 /* The exact solver: a solved table answers budgets without solving again. */
 
@@ -161,7 +163,87 @@ static PyObject *py_persistent_minimum(PyObject *module, PyObject *args) {
     return schedule == NULL ? NULL : Py_BuildValue("LN", (long long)minimum, schedule);
 }
 
+/* Floating checkpoints, and Revolve. */
+
+static PyObject *solve_floating(PyObject *module, PyObject *args, bool wants_curve) {
+    py_chain_t *chain;
+    long long budget, slots, max_table_bytes;
+    PyObject *progress, *answer;
+    py_watch_t watch;
+    rotor_floating_t table;
+    rotor_sequence_t sequence;
+    int64_t count = 0, minimum = 0;
+    int64_t *bytes = NULL, *ns = NULL;
+
+    if (!PyArg_ParseTuple(args, "O!LLLO", py_state(module)->chain_type, &chain, &budget, &slots,
+                          &max_table_bytes, &progress)) {
+        return NULL;
+    }
+    rotor_sequence_init(&sequence);
+    py_watch_begin(&watch, progress);
+    int ret = rotor_floating_solve(&table, &chain->chain, budget, slots, max_table_bytes,
+                                   &watch.callback, &minimum);
+    if (ret == ROTOR_OK) {
+        ret = wants_curve ? rotor_floating_curve(&table, &watch.callback, &count, &bytes, &ns)
+                          : rotor_floating_sequence(&table, &sequence);
+        rotor_floating_free(&table);
+    }
+    py_watch_end(&watch);
+    if (ret == ROTOR_ERR_INFEASIBLE) {
+        py_raise_infeasible(module, budget, minimum);
+    }
+    if (!wants_curve || ret != ROTOR_OK) {
+        return py_schedule(module, ret, false, &sequence);
+    }
+    answer = py_points(bytes, ns, count);
+    rotor_free(bytes);
+    rotor_free(ns);
+    return answer;
+}
+
+PyDoc_STRVAR(
+    floating_doc,
+    "floating(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return the best floating schedule within a budget in bytes, as int32 pairs (kind, stage).");
+
+static PyObject *py_floating(PyObject *module, PyObject *args) {
+    return solve_floating(module, args, false);
+}
+
+PyDoc_STRVAR(
+    floating_curve_doc,
+    "floating_curve(chain, budget, slots, max_table_bytes, progress, /)\n--\n\n"
+    "Return (bytes, nanoseconds), int64: simulated schedules of one table, up to a budget.");
+
+static PyObject *py_floating_curve(PyObject *module, PyObject *args) {
+    return solve_floating(module, args, true);
+}
+
+PyDoc_STRVAR(
+    revolve_doc,
+    "revolve(stages, checkpoints, /)\n--\n\n"
+    "Return Revolve's schedule with a number of checkpoints, as int32 pairs (kind, stage).");
+
+static PyObject *py_revolve(PyObject *module, PyObject *args) {
+    long long stages;
+    long long checkpoints;
+    rotor_sequence_t sequence;
+    int ret;
+
+    if (!PyArg_ParseTuple(args, "LL", &stages, &checkpoints)) {
+        return NULL;
+    }
+    rotor_sequence_init(&sequence);
+    Py_BEGIN_ALLOW_THREADS;
+    ret = rotor_revolve_schedule(stages, checkpoints, &sequence);
+    Py_END_ALLOW_THREADS;
+    return py_schedule(module, ret, false, &sequence);
+}
+
 static PyMethodDef solver_functions[] = {
+    {"floating", py_floating, METH_VARARGS, floating_doc},
+    {"floating_curve", py_floating_curve, METH_VARARGS, floating_curve_doc},
+    {"revolve", py_revolve, METH_VARARGS, revolve_doc},
     {"frontier", py_frontier, METH_VARARGS, frontier_doc},
     {"griewank_heterogeneous", py_griewank_heterogeneous, METH_VARARGS, heterogeneous_doc},
     {"persistent", py_persistent, METH_VARARGS, persistent_doc},

@@ -17,13 +17,9 @@ static int load_errors(PyObject *module) {
 }
 
 static int execute(PyObject *module) {
-    static int (*const areas[])(PyObject *) = {
-        py_add_chain,    py_add_solvers,    py_add_classic,   py_add_probe,   py_add_timing,
-        py_add_log,      py_add_log_writer, py_add_candidate, py_add_replay,  py_add_planner,
-        py_add_recorder, py_add_node_state, py_add_dtr_types, py_add_kernel,  py_add_record,
-        py_add_handler,  py_add_modes,      py_add_checksum,   py_add_blocks,   py_add_tier,
-        py_add_pending, py_add_live,
-    };
+#define AS_FUNCTION(area) py_add_##area,
+    static int (*const areas[])(PyObject *) = {PY_AREAS(AS_FUNCTION)};
+#undef AS_FUNCTION
     int ret = load_errors(module);
     for (size_t k = 0; ret == 0 && k < sizeof(areas) / sizeof(areas[0]); k++) {
         ret = areas[k](module);

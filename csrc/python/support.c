@@ -1,5 +1,7 @@
 #include "support.h"
 
+#include <string.h>
+
 #include "probe.h"
 
 py_state_t *py_state(PyObject *module) { return (py_state_t *)PyModule_GetState(module); }
@@ -59,7 +61,7 @@ PyObject *py_raise_number(PyObject *type, PyObject *message, int64_t number) {
     return NULL;
 }
 
-int py_get_int64(PyObject *object, const char *name, Py_ssize_t length, Py_buffer *view) {
+int py_get_int64(PyObject *object, const char *name, Py_buffer *view) {
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
         return -1;
     }
@@ -67,17 +69,43 @@ int py_get_int64(PyObject *object, const char *name, Py_ssize_t length, Py_buffe
     bool is_int64 = view->itemsize == 8 && (format[0] == 'q' || format[0] == 'l') && !format[1];
     if (view->ndim != 1 || !is_int64) {
         PyErr_Format(PyExc_TypeError, "%s must be a one-dimensional array of int64", name);
-        goto fail;
-    }
-    if (length >= 0 && view->shape[0] != length) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd entries, expected %zd", name, view->shape[0],
-                     length);
-        goto fail;
+        PyBuffer_Release(view);
+        return -1;
     }
     return 0;
-fail:
-    PyBuffer_Release(view);
-    return -1;
+}
+
+int py_get_arrays(PyObject *const *objects, const char *const *names, int count, Py_buffer *views) {
+    for (int k = 0; k < count; k++) {
+        if (py_get_int64(objects[k], names[k], &views[k]) != 0) {
+            py_release_arrays(views, k);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+void py_release_arrays(Py_buffer *views, int count) {
+    while (count-- > 0) {
+        PyBuffer_Release(&views[count]);
+    }
+}
+
+int py_check_length(const Py_buffer *view, const char *name, Py_ssize_t expected) {
+    if (view->shape[0] != expected) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd entries, expected %zd", name, view->shape[0],
+                     expected);
+        return -1;
+    }
+    return 0;
+}
+
+bool py_has_no_names(const char *name, PyObject *kwargs) {
+    if (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0) {
+        PyErr_Format(PyExc_TypeError, "%s takes positional arguments only", name);
+        return false;
+    }
+    return true;
 }
 
 PyObject *py_int64_bytes(const int64_t *values, int64_t count) {
@@ -85,10 +113,16 @@ PyObject *py_int64_bytes(const int64_t *values, int64_t count) {
                                          (Py_ssize_t)count * (Py_ssize_t)sizeof(*values));
 }
 
-PyObject *py_ops_bytes(const rotor_sequence_t *sequence) {
-    return PyByteArray_FromStringAndSize((const char *)sequence->ops,
-                                         (Py_ssize_t)sequence->length *
-                                             (Py_ssize_t)sizeof(*sequence->ops));
+PyObject *py_wide_bytes(const int32_t *values, int64_t count) {
+    PyObject *bytes = py_int64_bytes(NULL, count);
+    for (int64_t k = 0; bytes != NULL && k < count; k++) {
+        ((int64_t *)(void *)PyByteArray_AS_STRING(bytes))[k] = values[k];
+    }
+    return bytes;
+}
+
+PyObject *py_text(const char *text) {
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
 static bool watch_goes_on(void *context, int64_t done, int64_t total) {
@@ -170,9 +204,11 @@ int py_read_link(PyObject *given, rotor_link_t *link) {
 
 PyObject *py_schedule(PyObject *module, int status, bool may_lack, rotor_sequence_t *sequence) {
     bool is_lacking = may_lack && status == ROTOR_ERR_INFEASIBLE;
-    PyObject *answer = status == ROTOR_OK ? py_ops_bytes(sequence)
-                       : is_lacking       ? Py_NewRef(Py_None)
-                                          : py_raise_status(module, status);
+    Py_ssize_t size = (Py_ssize_t)sequence->length * (Py_ssize_t)sizeof(*sequence->ops);
+    PyObject *answer =
+        status == ROTOR_OK ? PyByteArray_FromStringAndSize((const char *)sequence->ops, size)
+        : is_lacking       ? Py_NewRef(Py_None)
+                           : py_raise_status(module, status);
     rotor_sequence_free(sequence);
     return answer;
 }

@@ -51,16 +51,21 @@ typedef struct {
     rotor_chain_t chain;
 } py_chain_t;
 
-/*
- * Borrows a one-dimensional C-contiguous buffer of int64 ('q' or 'l') with `length` elements, or of
- * any length when it is -1. Release with PyBuffer_Release. -1 with an exception on failure.
- */
-int py_get_int64(PyObject *object, const char *name, Py_ssize_t length, Py_buffer *view);
+/* Borrows one-dimensional C-contiguous buffers of int64 ('q' or 'l'). -1 with an exception on failure. */
+int py_get_int64(PyObject *object, const char *name, Py_buffer *view);
+int py_get_arrays(PyObject *const *objects, const char *const *names, int count, Py_buffer *views);
+void py_release_arrays(Py_buffer *views, int count);
+int py_check_length(const Py_buffer *view, const char *name, Py_ssize_t expected);
 
-/* A bytearray that holds `count` int64 (or int32 pairs for operations): numpy.frombuffer reads it.
- */
+/* False with a TypeError where a constructor of this name got arguments by name. */
+bool py_has_no_names(const char *name, PyObject *kwargs);
+
+/* A bytearray that holds `count` int64, which numpy.frombuffer reads; the same of int32. */
 PyObject *py_int64_bytes(const int64_t *values, int64_t count);
-PyObject *py_ops_bytes(const rotor_sequence_t *sequence);
+PyObject *py_wide_bytes(const int32_t *values, int64_t count);
+
+/* Text in UTF-8, as far as it is. */
+PyObject *py_text(const char *text);
 
 /*
  * A callback for long computations that run without the GIL: looks for signals, and calls
@@ -96,6 +101,11 @@ typedef struct {
 int py_did(PyObject *result);
 /* A question without arguments: 1, 0, or -1 with an exception. */
 int py_is_true(PyObject *function);
+
+/* For lists of the objects that `self` holds: `#define X_OBJECTS(entry) entry(field) ...`. */
+#define PY_VISIT_FIELD(field) Py_VISIT(self->field);
+#define PY_CLEAR_FIELD(field) Py_CLEAR(self->field);
+#define PY_HOLD_FIELD(field) self->field = Py_NewRef(field);
 
 #define PY_FASTCALL(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 
@@ -138,28 +148,15 @@ int py_add_type(PyObject *module, const char *name, size_t size, unsigned long f
 /* Frees an object that holds nothing but what its tp_clear lets go of: the end of a tp_dealloc. */
 void py_dealloc(PyObject *object);
 
-/* Each area adds its functions and types to the module; module.c calls them in this order. */
-int py_add_chain(PyObject *module);
-int py_add_solvers(PyObject *module);
-int py_add_classic(PyObject *module);
-int py_add_probe(PyObject *module);
-int py_add_timing(PyObject *module);
-int py_add_pending(PyObject *module);
-int py_add_log(PyObject *module);
-int py_add_log_writer(PyObject *module);
-int py_add_candidate(PyObject *module);
-int py_add_replay(PyObject *module);
-int py_add_planner(PyObject *module);
-int py_add_recorder(PyObject *module);
-int py_add_node_state(PyObject *module);
-int py_add_dtr_types(PyObject *module);
-int py_add_kernel(PyObject *module);
-int py_add_record(PyObject *module);
-int py_add_handler(PyObject *module);
-int py_add_modes(PyObject *module);
-int py_add_checksum(PyObject *module);
-int py_add_blocks(PyObject *module);
-int py_add_tier(PyObject *module);
-int py_add_live(PyObject *module);
+/* Each area adds its functions and types to the module, in this order. */
+#define PY_AREAS(entry)                                                                            \
+    entry(chain) entry(solvers) entry(probe) entry(timing) entry(log) entry(log_writer)            \
+    entry(candidate) entry(replay) entry(planner) entry(recorder) entry(node_state)                \
+    entry(dtr_types) entry(kernel) entry(record) entry(handler) entry(modes)                       \
+    entry(checksum) entry(blocks) entry(tier) entry(pending) entry(live)
+
+#define AS_DECLARATION(area) int py_add_##area(PyObject *module);
+PY_AREAS(AS_DECLARATION)
+#undef AS_DECLARATION
 
 #endif
