@@ -253,7 +253,7 @@ class StepMeter:
         self._done, self._lost, self._passed = done, lost, passed
         self._reserving = reserving
         self._thread = threading.get_ident()
-        self._in_backward = self._is_open = self.has_raised = False
+        self._in_backward = self._is_open = self._has_raised = False
         self._forwards = 0
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -293,12 +293,12 @@ class StepMeter:
 
         The caller may train on what the forward had noted: the graph of that references the meter.
         """
-        self._passed, self._is_open, self.has_raised = passed, True, True
+        self._passed, self._is_open, self._has_raised = passed, True, True
         for parameter in parameters:
             if parameter.requires_grad:
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
                 node.metadata[type(self)] = self
-        finish = weakref.WeakMethod(self.finish)
+        finish = weakref.WeakMethod(self._finish)
         dispatch.after_last_backward(self._thread, _OPEN, lambda: (end := finish()) and end())
 
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
@@ -313,12 +313,11 @@ class StepMeter:
             self._meter.mark("backward")
             if torch.is_grad_enabled():
                 self._is_open = True
-                dispatch.after_last_backward(self._thread, _OPEN, self.finish)
+                dispatch.after_last_backward(self._thread, _OPEN, self._finish)
             else:
-                self._meter.at_end_of_backward(self.finish, self.cancel)
+                self._meter.at_end_of_backward(self._finish, self.cancel)
 
-    def finish(self) -> None:
-        """Stop with a result."""
+    def _finish(self) -> None:
         if self._meter is None or not self._meter.is_here:
             self.cancel()
             return
@@ -351,7 +350,7 @@ class StepMeter:
     def goes_on(self) -> bool:
         """Return whether a forward that begins may belong to this step, and count it."""
         self._forwards += 1
-        return self._is_open and self._forwards <= _MOST_FORWARDS
+        return self._is_open and not self._has_raised and self._forwards <= _MOST_FORWARDS
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not _is_finalizing():
@@ -382,5 +381,5 @@ def cancel_running(*, all_steps: bool = True) -> bool:
     if meter is None or not meter.is_running:
         return False
     if all_steps or not meter.goes_on():
-        (meter.finish if meter.has_raised else meter.cancel)()
+        meter.cancel()
     return True
