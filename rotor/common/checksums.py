@@ -294,6 +294,12 @@ class Proved:
             return False
         return is_verified(verify, min(self.ran, self.steps) if self.is_new else self.ran)
 
+    def begins(self, verify: str | int) -> bool:
+        """Return whether the step that begins is to be verified, and count it."""
+        is_due = self.is_due(verify)
+        self.ran += 1
+        return is_due
+
     @property
     def is_new(self) -> bool:
         """True while fewer steps are proved than the first ones that are to be."""

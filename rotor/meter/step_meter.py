@@ -118,6 +118,8 @@ class Metered:
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
     """True if another plan would be better: the next step makes it."""
+    verify: str | int = field(default="first", repr=False)
+    """Steps in which recomputed values are compared."""
     proved: Proved = field(default_factory=Proved, repr=False)
     key: Any = field(default=None, repr=False)
     """Kind of step that runs under the plan."""
@@ -186,6 +188,20 @@ class Metered:
     def is_refuted(self) -> bool:
         """True if a recomputed value differed: the plan must not run any more."""
         return False
+
+    @property
+    def recomputes(self) -> bool:
+        """True if steps compute something again."""
+        return False
+
+    def is_verified(self, verify: str | int) -> bool:
+        """Return whether the step that begins is verified; never without recomputation."""
+        return self.recomputes and self.proved.begins(verify)
+
+    @property
+    def proof(self) -> str:
+        """Results of verified steps, as text."""
+        return self.proved.text(self.verify) if self.recomputes else "nothing is recomputed"
 
 
 class StepWatch(Protocol):

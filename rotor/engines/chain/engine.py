@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,7 +35,7 @@ from rotor.engines.chain.measure import Measuring, measure
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import Observation
 from rotor.engines.chain.plan import Plan, loss_reserve, make_chain_plan, with_executor
-from rotor.engines.chain.proofs import ShardedProof, StepProof
+from rotor.engines.chain.proofs import ChainProof, StageOrigins, stages_before
 from rotor.engines.chain.published import (
     LoadedSequence,
     PublishedChain,
@@ -50,6 +49,7 @@ from rotor.engines.chain.stages import Stage, find_stages, made_gradients, share
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter, Unsuited
 from rotor.engines.learning import MeteredEngine, confirmed, plan_with_guess
 from rotor.engines.peers import SharingRanks
+from rotor.engines.proofs import RunProof, ShardedProof, StepProof
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
 from rotor.meter.allocator import storage_bytes
@@ -475,7 +475,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             flags=plan.inspection.flags,
             started=lambda run: runs.append(weakref.ref(run)),
             run_class=Run if self._sharding is None else ShardedRun,
-            proof=proof,
+            proof=None if proof is None else RunProof(proof, self._origins_of(plan)),
             around=around,
         )
         if proof is not None:
@@ -494,31 +494,29 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     def _proof_of(self, plan: Plan) -> StepProof | None:
         """Return the proof of the next step; ``None`` if that step is not verified."""
-        if not plan.schedule.recomputed:
-            return None
         sharding = self._sharding
         # All ranks have to compare in the same steps.
-        is_due = plan.proved.is_due(self.settings.verify if sharding is None else plan.verify)
-        plan.proved.ran += 1
-        if not is_due:
+        if not plan.is_verified(self.settings.verify if sharding is None else plan.verify):
             return None
+        stages = plan.inspection.stages
+        if sharding is not None:
+            undo, ranks = stages_before(stages), sharding.ranks
+            return ShardedProof(plan.proved, undo, ranks, sharding.gradients_before)
+        room_bytes = plan.limit_bytes - plan.predicted_bytes - plan.reserve_bytes
+        return ChainProof(plan.proved, stages, self.context.module.parameters(), room_bytes)
+
+    def _origins_of(self, plan: Plan) -> StageOrigins:
+        """Return the stages of a plan, which is refuted if some give other bits."""
         myself = weakref.ref(self)
 
         def failed(stages: list[int]) -> None:
             cancel_running()
             plan.refuted = plan.outdated = True
-            for i in stages:
-                measures = plan.inspection.measures
-                measures[i] = replace(measures[i], varies=True)
-                plan.inspection.reasons[i] = "it gave other bits when it ran again in a backward"
+            plan.inspection.keep(stages)
             if (engine := myself()) is not None:
                 engine._forget_chains(plan)
 
-        stages, proved = plan.inspection.stages, plan.proved
-        if sharding is not None:
-            return ShardedProof(stages, proved, failed, sharding.ranks, sharding.gradients_now)
-        room_bytes = plan.limit_bytes - plan.predicted_bytes - plan.reserve_bytes
-        return StepProof(stages, proved, self.context.module.parameters(), room_bytes, failed)
+        return StageOrigins(plan.inspection.stages, failed)
 
     def _forget_chains(self, refuted: Plan) -> None:
         """Renew every plan of the measure of a refuted plan."""

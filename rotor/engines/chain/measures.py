@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from rotor.chain import Chain
 from rotor.common.accounting import GENERATOR_BYTES
 from rotor.common.tensor_trees import Flags
 from rotor.engines.chain.stages import Stage
+from rotor.engines.proofs import VARIED
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ class Inspection:
         """Flags of the stages that may run forward only once."""
         head, tail = self.plain
         return [m.varies or not head <= i < tail for i, m in enumerate(self.measures)]
+
+    def keep(self, stages: Iterable[int]) -> None:
+        """Have stages run forward only once from now on, as they gave other bits."""
+        for i in stages:
+            self.measures[i] = replace(self.measures[i], varies=True)
+            self.reasons[i] = VARIED
 
     @property
     def output_bytes(self) -> int:

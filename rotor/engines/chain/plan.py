@@ -132,8 +132,6 @@ class Plan(Metered):
     limit_bytes: int
     executor_bytes: int
     """Bytes that the executor itself keeps: random states and copies of buffers."""
-    verify: str | int = field(default="first", repr=False)
-    """Steps in which recomputed values are compared."""
     refuted: bool = field(default=False, repr=False)
     """True if a recomputed value differed."""
 
@@ -156,13 +154,6 @@ class Plan(Metered):
     def recomputed(self) -> int:
         """Stages that run more than once."""
         return len(self.schedule.recomputed)
-
-    @property
-    def proof(self) -> str:
-        """Results of verified steps, as text."""
-        if not self.schedule.recomputed:
-            return "nothing is recomputed"
-        return self.proved.text(self.verify)
 
     @property
     def device(self) -> torch.device:

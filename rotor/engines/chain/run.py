@@ -42,10 +42,10 @@ from rotor.engines.chain.ends import (
     token_of,
 )
 from rotor.engines.chain.plan import Schedule
-from rotor.engines.chain.proofs import StageProof
 from rotor.engines.chain.segments import Around
 from rotor.engines.chain.snapshot import Snapshot
 from rotor.engines.chain.stages import Stage
+from rotor.engines.proofs import RunProof
 
 
 class _Entry(Function):
@@ -134,7 +134,7 @@ class Run:
         *,
         preserve_rng_state: bool = True,
         flags: Sequence[Flags] | None = None,
-        proof: StageProof | None = None,
+        proof: RunProof | None = None,
         accumulate: bool = False,
         device: torch.device | None = None,
     ) -> None:
@@ -417,7 +417,7 @@ def run_chain(
     flags: Sequence[Flags] | None = None,
     started: Callable[[Run], None] | None = None,
     run_class: type[Run] = Run,
-    proof: StageProof | None = None,
+    proof: RunProof | None = None,
     around: Around | None = None,
 ) -> Any:
     """Return the output of the last stage, in the graph, so that its backward follows the schedule.

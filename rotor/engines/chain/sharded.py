@@ -20,9 +20,9 @@ from rotor._pytorch import core, fsdp
 from rotor.algorithms.sequence import FE
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import flagged
-from rotor.engines.chain.proofs import ShardedGradients, ShardedProof
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.stages import Stage
+from rotor.engines.proofs import PutBack, gradients_before
 from rotor.meter import allocator
 
 
@@ -205,10 +205,10 @@ class Sharding:
         parameters += [slots[name] for slots, name in self._plain]
         return {id(p) for p, absent in zip(parameters, flags, strict=False) if absent}
 
-    def gradients_now(self) -> ShardedGradients:
-        """Return copies of the existing gradients, to be restored later."""
+    def gradients_before(self) -> PutBack:
+        """Return the function that puts the existing gradients back."""
         plain = [slots[name] for slots, name in self._plain]
-        return ShardedGradients(self._shards, [p for p in plain if p is not None])
+        return gradients_before([p for p in plain if p is not None], self._shards)
 
     # -- bytes outside the stages
 
@@ -374,12 +374,6 @@ class ShardedRun(Run):
         token = self.token.detach().requires_grad_()
         inputs = flagged(arg, self.flags_of(0))
         return self.hand_over(_apply_entry(self, token, *inputs))
-
-    def take_gradient(self, gradient: list[torch.Tensor | None]) -> None:
-        """Begin the backward, as `Run`; a proof copies the existing gradients."""
-        super().take_gradient(gradient)
-        if isinstance(self.proof, ShardedProof):
-            self.proof.begin()
 
     def splits_backward(self) -> bool:
         """Return False: the graph does not show the parameters. A second backward is refused."""

@@ -82,7 +82,6 @@ class DynamicPlan(Metered):
     """
     unknown: Unknown = field(default_factory=list, repr=False)
     """Operators of that step whose needs were guessed."""
-    verify: str | int = "off"
     offload: Offload | None = None
     kept: set[str] = field(default_factory=set)
     """Operators whose results are not evicted, because they differed when they ran again."""

@@ -32,7 +32,6 @@ from rotor.engines.graph.capture import Capture, Captured, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.pricing import build_graph
-from rotor.engines.graph.code.proving import Tally
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import loaded_plan, make_graph_plan
@@ -40,6 +39,7 @@ from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.shape_improving import ShapeImprover
 from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, plan_with_guess
+from rotor.engines.proofs import StepProof
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
@@ -458,14 +458,16 @@ class GraphEngine(MeteredEngine):
     def run(self, plan: GraphPlan, call: Call, start: StartMeter) -> tuple[Any, IsPending]:
         """Run a step under a plan."""
         capture = plan.step.capture
-        tally = self._tally_of(plan)
-        plan.install(tally)
+        proof = None
+        if plan.is_verified(self.settings.verify):
+            proof = StepProof(plan.proved, ranks=self.context.peers.ranks)
+        plan.install(proof)
         value = (*call.arguments, call.targets)
         meter = start()
         rerun = self.context.structure.rerun(value, plan.device)
         capture.leaves = []
         try:
-            output = self._called(plan, call, tally)
+            output = self._called(plan, call, proof)
         except Unplanned as reached:
             # A Python value that the code depends on has changed: the call needs another graph.
             cancel_running()
@@ -497,22 +499,18 @@ class GraphEngine(MeteredEngine):
         args, kwargs, targets = value
         return self.context.with_loss(self.context.module.forward(*args, **kwargs), targets)
 
-    def _called(self, plan: GraphPlan, call: Call, tally: Tally | None) -> Any:
+    def _called(self, plan: GraphPlan, call: Call, proof: StepProof | None) -> Any:
         """Return the result of the captured call under a plan."""
         arguments = (*call.arguments, call.targets)
         loss_fn = None if call.targets is None else self.settings.loss_fn
         slots, spread = self.context.structure.parameters, core.in_ddp()
-        with plan.installed(slots, arguments, spread=spread, tally=tally) as (given, early):
+        with plan.installed(slots, arguments, spread=spread, proof=proof) as (given, early):
             try:
                 return self._run_captured(plan, loss_fn, given)
             except Unplanned as reached:
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 raise
-
-    def _tally_of(self, plan: GraphPlan) -> Tally | None:
-        """Return the tally of the next step; ``None`` if that step is not verified."""
-        return plan.tally(self.settings.verify)
 
     def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
         """Return the result of the captured call, whose code is installed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rotor._pytorch import core
-from rotor.common.checksums import NO_ROOM, Proved
+from rotor.common.checksums import NO_ROOM
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.actions import renumbered
@@ -25,9 +25,10 @@ from rotor.engines.graph.code.early import EarlyCode, EarlyStep
 from rotor.engines.graph.code.emit import StepCode, emit
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph
-from rotor.engines.graph.code.proving import Prover, Tally
+from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.repeating import keep_from_now_on
 from rotor.engines.graph.tracing import marks
+from rotor.engines.proofs import StepProof
 from rotor.graph import planner
 from rotor.graph.blocks import PoolBytes
 from rotor.graph.graph import Graph
@@ -97,6 +98,7 @@ class GraphPlan(Metered):
 
     def __post_init__(self) -> None:
         self._known = len(self.step.captured.lowered.unrepeatable)
+        self.verify = "first" if self.step.verifies else "off"
         if self.step.counts == "reserved":
             self.reserving = Reserving()
         if self.step.inductor is not None:
@@ -210,21 +212,19 @@ class GraphPlan(Metered):
         return marks.described(t.node for t in self.step.lowered.tasks if t.node is not None)
 
     @property
-    def proof(self) -> str:
-        """Results of verified steps, as text."""
-        if not self.recomputed:
-            return "nothing is recomputed"
-        return self.proved.text("first" if self.step.verifies else "off")
+    def recomputes(self) -> bool:
+        """True if an operation runs again."""
+        return self.recomputed > 0
 
-    def install(self, tally: Tally | None = None) -> StepCode:
-        """Make the next step run this plan, compiled now if need be; with a tally, verified."""
-        if tally is None:
+    def install(self, proof: StepProof | None = None) -> StepCode:
+        """Make the next step run this plan, compiled now if need be; with a proof, verified."""
+        if proof is None:
             code = self.emitted
         else:
             if self._verified is None:
                 self._verified = self.step.verified(self.program.actions, self._verified_code)
             code, prover = self._verified
-            prover.tally = tally
+            prover.prepare(proof)
         code.prepare()
         if self.layout is not None:
             self.layout.prepare()
@@ -250,18 +250,6 @@ class GraphPlan(Metered):
         pooling = getattr(code, "pooling", None)
         if pooling is not None:
             pooling.use(self.reserving)
-
-    def tally(self, verify: str | int, make: Callable[[Proved], Tally] = Tally) -> Tally | None:
-        """Return the tally of the next step, as made by a function; ``None`` if not verified."""
-        if self.step.inductor is not None or not self.recomputed:
-            return None
-        is_due = self.proved.is_due(verify)
-        self.proved.ran += 1
-        if not is_due:
-            return None
-        tally = make(self.proved)
-        tally.seal()
-        return tally
 
     def _verified_code(self) -> tuple[StepCode, Prover]:
         """Return the program with comparisons; gradients wait for its end if the limit permits."""
@@ -309,15 +297,15 @@ class GraphPlan(Metered):
         arguments: Any,
         *,
         spread: bool,
-        tally: Tally | None = None,
+        proof: StepProof | None = None,
     ) -> Iterator[tuple[Any, EarlyStep | None]]:
         """Make the captured call run this plan; gradients are delivered as early as it can.
 
         The context gives the arguments to call it with, and the runner with early gradients, None
-        without one. With `spread`, a consumer waits for new gradients too; `tally` is as of
+        without one. With `spread`, a consumer waits for new gradients too; `proof` is as of
         `install`.
         """
-        code = self._early_code(self.install(tally), spread)
+        code = self._early_code(self.install(proof), spread)
         if code is None:
             yield arguments, None
             return

@@ -12,10 +12,8 @@ import time
 from functools import partial
 from typing import Any, ClassVar
 
-from rotor.common.checksums import Mismatch, Proved
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks, digest
-from rotor.engines.chain.proofs import found_together
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -29,7 +27,6 @@ from rotor.engines.contract import (
 from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.emit import StepCode
-from rotor.engines.graph.code.proving import Tally
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.shared_plan import check_same, make_shared_plan
@@ -92,20 +89,6 @@ class _Met:
     def original(self) -> Any:
         """Function of the code that returns the argument for a tensor on which it runs."""
         return getattr(self._code, "original", None)
-
-
-class _SharedTally(Tally):
-    """Verified step of all ranks, which is refused on all if one finds a difference."""
-
-    def __init__(self, ranks: Ranks, proved: Proved) -> None:
-        super().__init__(proved)
-        self._ranks = ranks
-
-    def differing(self, own: list[Mismatch]) -> tuple[list[Mismatch], str]:
-        """Return the differences of all ranks, one for each value; a collective operation."""
-        found, where = found_together(self._ranks, own)
-        once = {mismatch.site: mismatch for mismatch in reversed(found)}
-        return list(once.values()), where
 
 
 class SharedGraphEngine(GraphEngine):
@@ -298,9 +281,6 @@ class SharedGraphEngine(GraphEngine):
             if problem is error:
                 raise
             raise problem from None
-
-    def _tally_of(self, plan: GraphPlan) -> Tally | None:
-        return plan.tally(self.settings.verify, partial(_SharedTally, self._ranks))
 
     def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
         captured, capture, meeting = plan.step.captured, plan.step.capture, self._meeting

@@ -80,7 +80,7 @@ class BlockGraph:
         verified = None if proof is None else self.kind.verified(number)
         if verified is not None and proof is not None:
             code, prover = verified
-            prover.tally, prover.place = proof, proof.names[k]
+            prover.prepare(proof, k, proof.names[k])
         output, failed = self.kind.call(code, module, args, kwargs, marks, placed)
         return output, not failed
 

@@ -7,22 +7,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from rotor._pytorch import core, fsdp
-from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
-from rotor.common.places import Place, Saved
+from rotor._pytorch import fsdp
+from rotor.common.checksums import Proved, recomputation_error
 from rotor.common.ranks import Ranks
 from rotor.common.substitutes import PatchedForwards
-from rotor.common.tensor_trees import grad_flags, output_tensors, tree_tensors
+from rotor.common.tensor_trees import grad_flags, tree_tensors
 from rotor.common.undisturbed import trial
 from rotor.engines.chain.observe import Observation, Observer, note_state
-from rotor.engines.chain.proofs import CURE, ShardedGradients, found_together, host_copy
+from rotor.engines.chain.proofs import CURE, StageOrigins, python_before
+from rotor.engines.chain.sharded import Sharding
 from rotor.engines.chain.stages import Stage
-from rotor.engines.graph.code.proving import PartsTally, Prover, Running, Tally
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.probe import Saves
+from rotor.engines.proofs import Difference, RunProof, ShardedProof, buffers_before
 
 
 @dataclass(frozen=True)
@@ -103,23 +102,10 @@ def observe_blocks(
     ]
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """Block that gave other bits, with the words for it."""
+class BlocksProof(ShardedProof):
+    """Verified step of sharded blocks, made before the forward; `begin_with` takes its output.
 
-    block: int
-    operation: str
-    module: str
-    mismatch: Mismatch
-
-
-class BlocksProof(PartsTally):
-    """Comparisons of one step of sharded blocks, the same on all ranks.
-
-    Made before the forward; `begin_with` takes its output. At the end of the backward, FSDP2's last
-    part included, ranks exchange the differences. After one, the buffers of the model are restored,
-    and `failed` is called with the numbers of blocks that gave other bits. `keep` copies the
-    existing gradients.
+    After a difference, `failed` is called with the numbers of blocks that gave other bits.
     """
 
     def __init__(
@@ -127,97 +113,26 @@ class BlocksProof(PartsTally):
         model: nn.Module,
         stages: Sequence[BlockStage],
         proved: Proved,
-        ranks: Ranks,
-        keep: Callable[[], ShardedGradients],
+        sharding: Sharding,
         failed: Callable[[list[int]], object],
     ) -> None:
-        Tally.__init__(self, proved)
+        undo = buffers_before(model.buffers()), python_before(stages)
+        super().__init__(proved, undo, sharding.ranks, sharding.gradients_before)
         self.names = [stage.name for stage in stages]
         """Paths of the blocks."""
         self._stages = stages
-        self._ranks = ranks
-        self._keep = keep
         self._failed = failed
-        self._proof = Proof()
-        self._programs: list[tuple[Prover, Running]] = []
-        self._gradients: ShardedGradients | None = None
-        self._is_armed = False
-        with torch.no_grad():
-            self._buffers = [(buffer, host_copy(buffer)) for buffer in model.buffers()]
-        places: dict[Any, Place] = {p.identity: p for stage in stages for p in stage.state}
-        self._saved = Saved(places.values())
 
-    def begin_with(self, output: Any) -> None:
-        """Check for differences at the end of the backward of an output."""
-        for tensor in output_tensors(output):
-            node: Any = tensor.grad_fn
-            if node is not None:
-                node.register_prehook(self._arm)
+    def of_block(self, k: int) -> RunProof:
+        """Return the comparison of the output of block k, as of a chain's only stage."""
+        return RunProof(self, StageOrigins([self._stages[k]], self._failed), k)
 
-    def _arm(self, gradients: Any) -> None:
-        del gradients
-        if self._is_armed:
-            return
-        self._is_armed = True
-        if self._gradients is None:
-            self._gradients = self._keep()
-        # Registered in the backward's end, this comes after FSDP2's callbacks.
-        core.check_after_backward(lambda: core.check_after_backward(self._settle))
-
-    def first(self, k: int, value: Any) -> None:
-        """Note the output of block k when it is computed for the first time."""
-        for j, tensor in enumerate(tree_tensors(value)):
-            self._proof.first((k, j), tensor)
-
-    def again(self, k: int, value: Any) -> None:
-        """Compare the recomputed output of block k."""
-        for j, tensor in enumerate(tree_tensors(value)):
-            self._proof.again((k, j), tensor)
-
-    def begin(self) -> None:
-        """Note the start of a program; its end calls `defer`."""
-
-    def defer(self, prover: Prover, running: Running) -> None:
-        """Leave a program's values to be read at the end."""
-        self._programs.append((prover, running))
-
-    def _own(self) -> list[_Difference]:
-        found: dict[int, _Difference] = {}
-        for mismatch in self._proof.finish():
-            k: int = mismatch.site[0]  # type: ignore[index]
-            kind = type(self._stages[k].module).__name__
-            found.setdefault(k, _Difference(k, kind, self.names[k], mismatch))
-        for prover, running in self._programs:
-            differing = running.proof.finish()
-            if differing:
-                tasks, operation, mismatch = prover.roots(differing)
-                module = ".".join(part for part in (running.place, tasks[0].module) if part)
-                k = self.names.index(running.place)
-                found.setdefault(k, _Difference(k, operation, module, mismatch))
-        return [found[k] for k in sorted(found)]
-
-    def _settle(self) -> None:
-        self._is_armed = False
-        values = self._proof.compared + sum(r.proof.compared for _, r in self._programs)
-        found: list[_Difference]
-        found, where = found_together(self._ranks, self._own())
-        self._programs = []
-        if not found:
-            self._proved.add(values)
-            self._gradients, self._buffers = None, []
-            return
-        self._restore()
-        blocks = sorted({one.block for one in found})
+    def refused(
+        self, runs: Sequence[RunProof], found: Sequence[Difference], where: str
+    ) -> Exception:
+        """Return the error, on all ranks, and have the blocks that differed kept."""
+        blocks = sorted({one.run for one in found})
         self._failed(blocks)
-        one = next(one for one in found if one.block == blocks[0])
-        raise recomputation_error(
-            one.operation, one.module, one.mismatch, f"{where}. {CURE}", others=len(blocks) - 1
-        )
-
-    def _restore(self) -> None:
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        self._saved.put(last=True)
-        if self._gradients is not None:
-            self._gradients.restore()
+        one = next(one for one in found if one.run == blocks[0])
+        words = one.operation, one.module, one.mismatch, f"{where}. {CURE}"
+        return recomputation_error(*words, others=len(blocks) - 1)

@@ -44,22 +44,6 @@ class Marks(Protocol):
         """Begin a part of the step."""
 
 
-class _ProofOf:
-    """Comparison of the output of one block, as of a chain's only stage."""
-
-    def __init__(self, proof: Any, k: int) -> None:
-        self._proof, self._k = proof, k
-
-    def first(self, _: int, value: Any) -> None:
-        self._proof.first(self._k, value)
-
-    def again(self, _: int, value: Any) -> None:
-        self._proof.again(self._k, value)
-
-    def settle(self) -> None:
-        """Do nothing: all blocks are settled together, after the backward."""
-
-
 class Programs(Protocol):
     """Captured block."""
 
@@ -256,7 +240,7 @@ class BlockStep:
             value,
             self._device,
             preserve_rng_state=self._preserve_rng_state,
-            proof=None if self._proof is None else _ProofOf(self._proof, k),
+            proof=None if self._proof is None else self._proof.of_block(k),
             tell=self._teller(k),
         )
         return self.latest.output(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,15 +24,14 @@ from rotor.algorithms.sequence import BACKWARD, FE, LOSS
 from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
 from rotor.common.accounting import GENERATOR_BYTES, generator_bytes, scalar_bytes
-from rotor.common.checksums import Mismatch
 from rotor.common.rerun import Unit
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.plan import Schedule, executor_bytes
-from rotor.engines.chain.proofs import CURE, StageProof
+from rotor.engines.chain.proofs import StageOrigins
 from rotor.engines.chain.run import run_chain
 from rotor.engines.chain.segments import Around
-from rotor.engines.graph.code.proving import PartsTally
+from rotor.engines.proofs import RunProof, StepProof
 from rotor.graph.assembly import Option, undominated
 
 _POINTS = 8
@@ -225,12 +224,6 @@ class MeasuredStages:
             whole.device,
         )
 
-    def refute(self, i: int) -> None:
-        """Note that a stage gave other bits when it ran again."""
-        measures = self.inspection.measures
-        measures[i] = replace(measures[i], varies=True)
-        self.inspection.reasons[i] = "it gave other bits when it ran again in a backward"
-
 
 @dataclass(eq=False)
 class ChainKind:
@@ -365,15 +358,21 @@ class ChainKind:
         first, last = self.inspection.stages[0], self.inspection.stages[-1]
         return first.name if first is last else f"{first.name} to {last.name}"
 
-    def run(self, number: int, x: Any, proof: ChainProof | None) -> Any:
-        """Return the output of the stages, run by a schedule."""
+    def run(self, number: int, x: Any, step: StepProof | None, k: int) -> Any:
+        """Return the output of the stages, run by a schedule, as part k of a verified step."""
         schedule, inspection = self.schedules[number], self.inspection
-
+        proof = None
+        if step is not None and self.recomputes(number):
+            proof = RunProof(step, StageOrigins(inspection.stages, self._keep), k)
         around = Around(self._unit, inspection, schedule, x, is_whole=False)
         flags = inspection.flags
         return around.whole(
             run_chain(inspection.stages, schedule, x, flags=flags, proof=proof, around=around)
         )
+
+    def _keep(self, stages: list[int]) -> None:
+        """Have stages run forward only once from now on."""
+        self.measured.inspection.keep(self.begin + i for i in stages)
 
     @cached_property
     def _unit(self) -> Unit:
@@ -404,27 +403,6 @@ def _schedules(priced: Callable[[int], Chain]) -> list[Operations]:
         for budget in budgets[places].tolist():
             found.append(Operations(algorithm.solve(other, max(budget, 1)).codes, chain))
     return list(dict.fromkeys(found))
-
-
-class ChainProof(StageProof):
-    """Comparisons of one run of a chain between captured parts, read by the tally of the step."""
-
-    def __init__(self, kind: ChainKind, tally: PartsTally) -> None:
-        super().__init__(kind.inspection.stages)
-        self._kind = kind
-        self._tally = tally
-        tally.begin()
-
-    def settle(self) -> None:
-        """Leave all comparisons to be read at the end of the backward."""
-        self._tally.defer_proof(self.proof, self._error)
-
-    def _error(self, found: list[Mismatch]) -> Exception:
-        """Return the error for values that differ; bar their stages from recomputation."""
-        roots, error = self.refusal(found, CURE)
-        for i in roots:
-            self._kind.measured.refute(self._kind.begin + i)
-        return error
 
 
 def mark_backward(x: Any, y: Any, begins: Callable[[], object], ends: Callable[[], object]) -> None:

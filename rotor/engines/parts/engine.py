@@ -23,7 +23,6 @@ from rotor.engines.contract import (
     StartMeter,
 )
 from rotor.engines.graph.calls import captured_key
-from rotor.engines.graph.code.proving import PartsTally
 from rotor.engines.graph.costs.recorded import price
 from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
@@ -38,6 +37,7 @@ from rotor.engines.parts.plan import (
     learn_levels,
     parts_curve,
 )
+from rotor.engines.proofs import WholeProof, buffers_before, gradients_before
 from rotor.errors import CaptureError
 from rotor.meter.allocator import MeterBusyError
 from rotor.meter.step_meter import StepBytes, cancel_running
@@ -149,12 +149,15 @@ class PartsEngine(MeteredEngine):
         plan.verify = self.settings.verify
         if plan.measured_bytes is None:
             sparse_growth(plan, self.context.structure.current_parameters())
-        tally = PartsTally(plan.proved, module) if plan.is_verified() else None
+        proof = None
+        if plan.is_verified(plan.verify):
+            undo = buffers_before(module.buffers()), gradients_before(module.parameters())
+            proof = WholeProof(plan.proved, undo)
         meter = start()
-        with PiecesStep(plan, meter, tally) as pieces:
+        with PiecesStep(plan, meter, proof) as pieces:
             output = pieces.forward(module, call)
-        if tally is not None:
-            tally.seal()
+        if proof is not None:
+            proof.seal()
         if meter is not None:
             meter.forward_done(output_tensors(output))
         token = pieces.token

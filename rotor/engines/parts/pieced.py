@@ -15,12 +15,12 @@ from rotor.common.substitutes import PatchedForwards
 from rotor.engines.contract import Call
 from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.code.offloading import Placed
-from rotor.engines.graph.code.proving import PartsTally, Tally
-from rotor.engines.parts.chained import ChainKind, ChainProof, mark_backward
+from rotor.engines.parts.chained import ChainKind, mark_backward
 from rotor.engines.parts.kinds import Kind, backward_marks
 from rotor.engines.parts.offloading import PlacedStep
 from rotor.engines.parts.pieces import Pieces, Site
 from rotor.engines.parts.plan import PartsPlan, choose_within, without_bases
+from rotor.engines.proofs import StepProof
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import least_bytes, peak_of, simulate
 from rotor.meter.step_meter import StepWatch
@@ -70,7 +70,7 @@ def make_pieces_plan(
         simulate(options, pieces.bases, choice),
         limit_bytes,
         least + reserve_bytes,
-        verify,
+        verify=verify,
         reserve_bytes=reserve_bytes,
     )
     if plan.tier is not None:
@@ -79,14 +79,14 @@ def make_pieces_plan(
 
 
 class PiecesStep:
-    """Runner of a plan's pieces during the model's forward, with a tally in a verified step."""
+    """Runner of a plan's pieces during the model's forward, with a proof in a verified step."""
 
     def __init__(
-        self, plan: PartsPlan[Pieces], meter: StepWatch | None, tally: Tally | None = None
+        self, plan: PartsPlan[Pieces], meter: StepWatch | None, proof: StepProof | None = None
     ) -> None:
         self._plan = plan
         self._meter = meter
-        self._tally = tally
+        self._proof = proof
         sites = enumerate(plan.parts.sites)
         self._sites = {(s.module, s.number): k for k, s in sites if isinstance(s.kind, Kind)}
         self._is_in_chain = False
@@ -124,15 +124,11 @@ class PiecesStep:
         """Return the output of a chain's stages."""
         chain, number = site.kind, self._plan.choice[k]
         assert isinstance(chain, ChainKind)
-        proof = None
-        if chain.recomputes(number) and self._tally is not None:
-            assert isinstance(self._tally, PartsTally)
-            proof = ChainProof(chain, self._tally)
         if self._meter is not None:
             self._meter.mark(f"forward {k}")
         self._is_in_chain = True
         try:
-            output = chain.run(number, x, proof)
+            output = chain.run(number, x, self._proof, k)
         finally:
             self._is_in_chain = False
         if self._meter is not None:
@@ -182,10 +178,10 @@ class PiecesStep:
 
     def _run(self, k: int, site: Site, kind: Kind, forward: Any, args: Any, kwargs: Any) -> Any:
         emitted = kind.emitted(self._plan.choice[k])
-        verified = None if self._tally is None else kind.verified(self._plan.choice[k])
-        if verified is not None:
+        verified = None if self._proof is None else kind.verified(self._plan.choice[k])
+        if verified is not None and self._proof is not None:
             emitted, prover = verified
-            prover.tally, prover.place = self._tally, site.path
+            prover.prepare(self._proof, k, site.path)
         marks = None
         if self._meter is not None:
             marks = backward_marks(self._meter.mark, k)

@@ -178,7 +178,6 @@ class PartsPlan(Metered, Generic[P]):
     limit_bytes: int
     least_bytes: int
     """Least limit that could be kept, as far as known."""
-    verify: str | int = "first"
     metered: Bases | None = field(default=None, repr=False)
     """Memory beside the parts in the metered steps of this plan."""
     margin_bytes: int = 0
@@ -228,19 +227,6 @@ class PartsPlan(Metered, Generic[P]):
     def recomputes(self) -> bool:
         """True if steps compute something again."""
         return self.parts.recomputes(self.choice)
-
-    def is_verified(self) -> bool:
-        """Return whether the next step is verified; never without recomputation."""
-        if not self.recomputes:
-            return False
-        is_due = self.proved.is_due(self.verify)
-        self.proved.ran += 1
-        return is_due
-
-    @property
-    def proof(self) -> str:
-        """Results of verified steps, as text."""
-        return self.proved.text(self.verify) if self.recomputes else "nothing is recomputed"
 
     @property
     def makespan(self) -> float:

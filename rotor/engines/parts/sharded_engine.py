@@ -31,6 +31,7 @@ from rotor.engines.parts.blocks import BlockStep, candidates
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import PartsPlan, learn, parts_curve
 from rotor.engines.peers import SharingRanks
+from rotor.engines.proofs import VARIED
 from rotor.graph.assembly import largest_bases
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, cancel_running
@@ -260,22 +261,19 @@ class ShardedBlocksEngine(MeteredEngine):
 
     def _proof_of(self, plan: PartsPlan[Blocks]) -> BlocksProof | None:
         """Return the proof of the next step; ``None`` if that step is not verified."""
-        if not plan.is_verified():
+        if not plan.is_verified(plan.verify):
             return None
 
         def failed(numbers: list[int]) -> None:
             cancel_running()
             for k in numbers:
-                plan.parts.sites[k].kept = Kept(
-                    "it gave other bits when it ran again in a backward"
-                )
+                plan.parts.sites[k].kept = Kept(VARIED)
 
         return BlocksProof(
             self.context.module,
             [block.stage for block in plan.parts.sites],
             plan.proved,
-            self._ranks,
-            self._sharding.gradients_now,
+            self._sharding,
             failed,
         )
 

@@ -21,14 +21,14 @@ from torch.autograd.function import Function
 
 from rotor._pytorch import core
 from rotor.common.substitutes import substituted
-from rotor.engines.chain.proofs import host_copy
 from rotor.engines.graph.code.actions import Kind, actions_of, deaths
 from rotor.engines.graph.code.emit import StepCode, emit
 from rotor.engines.graph.code.handover import sharing
 from rotor.engines.graph.code.offloading import Layout, Places
 from rotor.engines.graph.code.pricing import Pooling
-from rotor.engines.graph.code.proving import PartsTally, Prover
+from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.engines.proofs import PutBack, gradients_before
 from rotor.errors import RecomputationError
 
 _MOST_GROUPS = 32
@@ -223,7 +223,7 @@ class Delivery:
         self._parts: Generator[None, None, None] | None = None
         self._given: dict[int, torch.Tensor | None] = {}
         self._next = 0
-        self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        self._undo: list[PutBack] = []
         self.withheld: frozenset[int] = frozenset()
         """Primals whose gradients are None, because their outputs got none."""
 
@@ -250,14 +250,16 @@ class Delivery:
                 if self._marks is not None:
                     self._marks[1]()
         except RecomputationError:
-            self._restore()
+            with torch.no_grad():
+                for put_back in self._undo:
+                    put_back()
             self.forget()
             raise
         except BaseException:
             self.forget()
             raise
         if self._parts is None:
-            self._before.clear()
+            self._undo.clear()
         found = [(i, self._given.pop(i, None)) for i in self._code.groups[group]]
         return [None if i in self.withheld else gradient for i, gradient in found]
 
@@ -269,29 +271,18 @@ class Delivery:
     def remember(self, owners: Sequence[torch.Tensor]) -> None:
         """Copy gradients that are about to be added to, to memory outside of the device.
 
-        A verified step does not wait with its gradients: if it fails, it restores the copies. Where
-        all parts of a model are verified together at the end, their `PartsTally` has copies of its
-        own.
+        A verified step does not wait with its gradients: if it fails, it restores the copies, but
+        for those that its proof has.
         """
         prover = self._code.prover
-        copied = prover is not None and isinstance(prover.tally, PartsTally)
-        if self._parts is not None and not copied:
-            for owner in owners:
-                found = owner.grad
-                self._before.append((owner, found, None if found is None else host_copy(found)))
-
-    def _restore(self) -> None:
-        with torch.no_grad():
-            for owner, gradient, copied in self._before:
-                if gradient is not None and copied is not None:
-                    gradient.copy_(copied)
-                owner.grad = gradient
+        if self._parts is not None and prover is not None and not prover.step.has_state:
+            self._undo.append(gradients_before(owners))
 
     def forget(self) -> None:
         """Drop gradients that are not delivered."""
         self._parts = None
         self._given = {}
-        self._before.clear()
+        self._undo.clear()
 
 
 class _Deliver(Function):

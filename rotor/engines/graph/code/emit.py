@@ -419,7 +419,7 @@ def emit(
     kept, dying = deaths(lowered, actions)
     compared = {} if prover is None else compared_storages(lowered, actions, kept)
     if prover is not None:
-        namespace |= {"begin_proof": prover.begin, "settle_proof": prover.settle}
+        namespace["begin_proof"] = prover.begin
     places = None
     if layout is not None:
         places = Places(layout)
@@ -442,7 +442,7 @@ def emit(
         for k in indices:
             moves.receive(writer, lowered.values[lowered.gradients[k]].storages)
         if prover is not None and handovers == 0:
-            writer.lines.append("settle_proof(proof)")
+            writer.lines.append("proof.settle()")
         writer.hand_out(indices, dying)
 
     def write(writer: _Writer, begin: int, end: int) -> None:
@@ -531,7 +531,7 @@ def emit(
         "    kept = checks = token = None",
         *(["    yield"] if in_parts else []),
         *tail.body(),
-        *(["    settle_proof(proof)"] if prover is not None and not in_parts else []),
+        *(["    proof.settle()"] if prover is not None and not in_parts else []),
         f"    return ({', '.join(gradients)}{',' if gradients else ''})",
     ]
     source = "\n".join([*forward, "", *backward, ""])
