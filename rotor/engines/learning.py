@@ -8,7 +8,6 @@ the real need of the loss.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -80,13 +79,16 @@ def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | N
 class MeteredEngine(Engine):
     """Engine whose plans predict a peak, which metered steps correct."""
 
-    @abstractmethod
     def learn_loss(self, plan: Any, step: StepBytes) -> bool:
-        """Note the need of the caller's loss; return whether it is new to the plan."""
+        """Note the need of the caller's loss; return whether it is new to the plan.
 
-    @abstractmethod
+        By default it is not: the loss is a part of the code that the plan lies in.
+        """
+        return False
+
     def repriced(self, plan: Any) -> int:
         """Return the predicted peak of a plan, now that the loss is known."""
+        return int(plan.predicted_bytes)
 
     def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
         """Return a plan that includes the lessons of metered steps; the old one if none fits."""
@@ -95,6 +97,7 @@ class MeteredEngine(Engine):
         except InfeasibleError as error:
             if old.is_refuted:
                 raise
+            old.stay()
             old.outdated = False
             if old.device.type != "cpu" and old.meterings == 1:
                 # On accelerators a first step includes one-time workspaces of libraries: another

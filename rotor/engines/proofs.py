@@ -22,6 +22,7 @@ from rotor._pytorch import core, fsdp
 from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.meter.step_meter import cancel_running
 
 VARIED = "it gave other bits when it ran again in a backward"
 """Reason for which a part of a model is never computed again."""
@@ -225,6 +226,7 @@ class StepProof:
         if not found:
             self._passed(runs)
             return
+        cancel_running()
         with torch.no_grad():
             self.restore()
         raise self.refused(runs, found, where)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotor.algorithms.peaks import Peak
+from rotor.common.joining import joined
 from rotor.errors import InfeasibleError
 from rotor.units import exact_bytes
 
@@ -94,11 +95,7 @@ class Bases:
 
 def largest_bases(found: Sequence[Bases]) -> Bases:
     """Return the largest value of any bases at each place."""
-
-    def column(name: str) -> tuple[int, ...]:
-        return tuple(map(max, zip(*(getattr(bases, name) for bases in found), strict=True)))
-
-    return Bases(column("forward"), column("backward"), column("between"))
+    return joined(found)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,9 @@ class Metered:
     def expect(self, context: Any) -> None:
         """Take note, before a step, of needs that have changed since the plan was made."""
 
+    def stay(self) -> None:
+        """Take note that no better plan was found: this one runs on."""
+
     @property
     def result(self) -> Any:
         """Result of `compute_sequence`; ``None`` without a schedule or a program."""
@@ -192,7 +195,8 @@ class Metered:
     @property
     def recomputes(self) -> bool:
         """True if steps compute something again."""
-        return False
+        figures: Any = self
+        return bool(figures.recomputed)
 
     def is_verified(self, verify: str | int) -> bool:
         """Return whether the step that begins is verified; never without recomputation."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rotor._pytorch import devices
+from rotor.common.joining import joined
 from rotor.common.ranks import Ranks
 from rotor.graph.link import Link
 from rotor.tier.disk import DiskTier
@@ -73,19 +74,10 @@ class Offload:
         """
         assert self.link is not None
         found = ranks.exchange((self.link, self.limit_bytes, self.learned))
-        links = [link for link, *_ in found]
         self.limit_bytes = min((limit for _, limit, _ in found if limit is not None), default=None)
+        links = [replace(link, host_bytes=self.limit_bytes) for link, *_ in found]
         self.learned = max(learned for *_, learned in found)
-        self.link = replace(
-            self.link,
-            write_bytes_per_s=min(link.write_bytes_per_s for link in links),
-            read_bytes_per_s=min(link.read_bytes_per_s for link in links),
-            latency_s=max(link.latency_s for link in links),
-            duplex=all(link.duplex for link in links),
-            least_bytes=max(link.least_bytes for link in links),
-            padding_bytes=max(link.padding_bytes for link in links),
-            host_bytes=self.limit_bytes,
-        )
+        self.link = joined(links, least=["write_bytes_per_s", "read_bytes_per_s", "duplex"])
 
     @property
     def may_learn(self) -> bool:

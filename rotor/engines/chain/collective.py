@@ -17,6 +17,7 @@ import torch
 from rotor._pytorch import fsdp
 from rotor.algorithms.sequence import Sequence as Operations
 from rotor.chain import Chain
+from rotor.common.joining import joined
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.undisturbed import gradients_aside
 from rotor.engines.chain.measure import Measuring
@@ -27,9 +28,8 @@ from rotor.engines.chain.stages import Stage
 from rotor.meter import allocator
 
 _ROUNDS = 5
-_SUMS = ("forward_ns", "record_ns", "backward_ns")
+_TIMES = ("forward_ns", "record_ns", "backward_ns")
 _SAME = ("name", "flags")
-_EITHER = ("uses_rng",)
 
 
 class ShardedMeasuring(Measuring):
@@ -134,7 +134,7 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
                         unit.reshard()
 
 
-def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
+def joined_measures(ranks: Ranks, inspection: Inspection) -> Inspection:
     """Return all ranks' mean times and largest bytes; raise RankError if their stages differ."""
     mine = (inspection.input_bytes, inspection.output_grad_bytes)
     loss = (inspection.loss_peak_bytes or 0, inspection.loss_ns or 0)
@@ -154,11 +154,11 @@ def joined(ranks: Ranks, inspection: Inspection) -> Inspection:
     has_loss = inspection.loss_peak_bytes is not None
     return replace(
         inspection,
-        measures=[_joined(measures) for measures in stages],
+        measures=[joined(measures, mean=_TIMES) for measures in stages],
         input_bytes=max(sizes[0] for _, sizes, *_ in found),
         output_grad_bytes=max(sizes[1] for _, sizes, *_ in found),
         loss_peak_bytes=max(peak for _, _, (peak, _), _ in found) if has_loss else None,
-        loss_ns=_mean([ns for _, _, (_, ns), _ in found]) if has_loss else None,
+        loss_ns=sum(ns for _, _, (_, ns), _ in found) // len(found) if has_loss else None,
         reasons=dict(sorted(reasons.items())),
     )
 
@@ -181,27 +181,6 @@ def _check_same(own: StageMeasure, other: StageMeasure, rank: int) -> None:
                 f"{rank} has {other.name} with {getattr(other, name)}: every rank needs the same "
                 "model, with the same parameters frozen, and inputs of the same kind"
             )
-
-
-def _joined(measures: Sequence[StageMeasure]) -> StageMeasure:
-    values: dict[str, Any] = {}
-    for name, own in vars(measures[0]).items():
-        every = [getattr(m, name) for m in measures]
-        if name in _SAME:
-            values[name] = own
-        elif name in _EITHER:
-            values[name] = any(every)
-        elif name in _SUMS:
-            values[name] = _mean(every)
-        elif isinstance(own, tuple):
-            values[name] = tuple(max(column) for column in zip(*every, strict=True))
-        else:
-            values[name] = max(every)
-    return StageMeasure(**values)
-
-
-def _mean(numbers: Sequence[int]) -> int:
-    return sum(numbers) // len(numbers)
 
 
 def share_loss(ranks: Ranks, learned_loss: dict[Any, int], measured: Any) -> None:

@@ -179,7 +179,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if inspection is None:
             inspection = self._measured(stages, call, measuring_class, around)
         if peers.ranks is not None:
-            inspection = collective.joined(peers.ranks, inspection)
+            inspection = collective.joined_measures(peers.ranks, inspection)
         if sharding is not None:
             inspection = collective.with_final_reduce(sharding, inspection)
         merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
@@ -506,25 +506,15 @@ class ChainEngine(PublishedChain, MeteredEngine):
         return ChainProof(plan.proved, stages, self.context.module.parameters(), room_bytes)
 
     def _origins_of(self, plan: Plan) -> StageOrigins:
-        """Return the stages of a plan, which is refuted if some give other bits."""
-        myself = weakref.ref(self)
+        """Return the stages of a plan; every plan of their measure is refuted if some differ."""
+        myself, inspection = weakref.ref(self), plan.inspection
 
         def failed(stages: list[int]) -> None:
-            cancel_running()
-            plan.refuted = plan.outdated = True
-            plan.inspection.keep(stages)
+            inspection.refute(stages)
             if (engine := myself()) is not None:
-                engine._forget_chains(plan)
+                engine._loaded.clear()
 
-        return StageOrigins(plan.inspection.stages, failed)
-
-    def _forget_chains(self, refuted: Plan) -> None:
-        """Renew every plan of the measure of a refuted plan."""
-        self._loaded.clear()
-        for plan in self.context.plans.values():
-            # An nn.Sequential may have plans of other engines too.
-            if getattr(plan, "inspection", None) is refuted.inspection:
-                plan.refuted = plan.outdated = True
+        return StageOrigins(inspection.stages, failed)
 
     # -- learning
 

@@ -89,6 +89,8 @@ class Inspection:
         Device of the model.
     reasons
         Reasons for which stages may run forward only once, by index.
+    refuted
+        Stages that gave other bits when they ran again in a step.
     loss_peak_bytes, loss_ns
         Peak of the captured loss, forward and backward, with the output that it consumes (which
         the last stage's `xbar_bytes` is then without), and its time; ``None`` without a loss.
@@ -103,6 +105,7 @@ class Inspection:
     loss_peak_bytes: int | None = None
     loss_ns: int | None = None
     reasons: dict[int, str] = field(default_factory=dict, repr=False)
+    refuted: list[int] = field(default_factory=list, repr=False)
 
     @property
     def plain(self) -> tuple[int, int]:
@@ -121,9 +124,10 @@ class Inspection:
         head, tail = self.plain
         return [m.varies or not head <= i < tail for i, m in enumerate(self.measures)]
 
-    def keep(self, stages: Iterable[int]) -> None:
+    def refute(self, stages: Iterable[int]) -> None:
         """Have stages run forward only once from now on, as they gave other bits."""
         for i in stages:
+            self.refuted.append(i)
             self.measures[i] = replace(self.measures[i], varies=True)
             self.reasons[i] = VARIED
 

@@ -132,13 +132,15 @@ class Plan(Metered):
     limit_bytes: int
     executor_bytes: int
     """Bytes that the executor itself keeps: random states and copies of buffers."""
-    refuted: bool = field(default=False, repr=False)
-    """True if a recomputed value differed."""
+    _known: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._known = len(self.inspection.refuted)
 
     @property
     def is_refuted(self) -> bool:
         """True if a stage gave other bits when it ran again."""
-        return self.refuted
+        return len(self.inspection.refuted) != self._known
 
     @property
     def result(self) -> Sequence:

@@ -211,11 +211,6 @@ class GraphPlan(Metered):
         """Text on the operations that a policy of selective checkpointing marks; often empty."""
         return marks.described(t.node for t in self.step.lowered.tasks if t.node is not None)
 
-    @property
-    def recomputes(self) -> bool:
-        """True if an operation runs again."""
-        return self.recomputed > 0
-
     def install(self, proof: StepProof | None = None) -> StepCode:
         """Make the next step run this plan, compiled now if need be; with a proof, verified."""
         if proof is None:

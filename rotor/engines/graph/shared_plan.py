@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from rotor.common.joining import joined
 from rotor.common.ranks import RankError, Ranks, digest
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.pricing import search
@@ -46,14 +44,14 @@ def signatures_of(lowered: Lowered) -> list[Any]:
 class Needs:
     """Costs of one rank's operations, and its bytes beside them."""
 
-    is_movable: npt.NDArray[np.bool_]
+    is_movable: tuple[bool, ...]
     """By storage."""
-    sizes: npt.NDArray[np.int64]
+    sizes: tuple[int, ...]
     """Bytes by storage."""
-    is_once: npt.NDArray[np.bool_]
+    is_once: tuple[bool, ...]
     """By operation."""
-    costs_ns: npt.NDArray[np.int64]
-    workspaces: npt.NDArray[np.int64]
+    costs_ns: tuple[int, ...]
+    workspaces: tuple[int, ...]
     """Bytes by operation."""
     own_bytes: int
     """Bytes beside the storages, without any recomputation."""
@@ -62,11 +60,11 @@ class Needs:
     def of(cls, step: CapturedStep, graph: Graph, limit_bytes: int) -> Needs:
         """Return the needs of a step with a cost model."""
         return cls(
-            np.array([storage.movable for storage in graph.storages], dtype=np.bool_),
-            np.array([storage.bytes for storage in graph.storages], dtype=np.int64),
-            np.array([op.once for op in graph.operations], dtype=np.bool_),
-            np.array([op.cost_ns for op in graph.operations], dtype=np.int64),
-            np.array([op.workspace_bytes for op in graph.operations], dtype=np.int64),
+            tuple([storage.movable for storage in graph.storages]),
+            tuple([storage.bytes for storage in graph.storages]),
+            tuple([op.once for op in graph.operations]),
+            tuple([op.cost_ns for op in graph.operations]),
+            tuple([op.workspace_bytes for op in graph.operations]),
             step.executor_bytes(0, 0, limit_bytes),
         )
 
@@ -94,20 +92,15 @@ def check_same(ranks: Ranks, lowered: Lowered) -> None:
 
 def joint_graph(graph: Graph, everyone: Sequence[Needs]) -> Graph:
     """Return the cost model of all ranks, from that of one: the most bytes of any, mean times."""
-    sizes = np.max([needs.sizes for needs in everyone], axis=0)
-    may_move = np.all([needs.is_movable for needs in everyone], axis=0)
-    once = np.any([needs.is_once for needs in everyone], axis=0)
-    costs = np.sum([needs.costs_ns for needs in everyone], axis=0) // len(everyone)
-    workspaces = np.max([needs.workspaces for needs in everyone], axis=0)
+    needs = joined(everyone, mean=["costs_ns"], least=["is_movable"])
     storages = [
-        replace(storage, bytes=int(size), movable=bool(moves))
-        for storage, size, moves in zip(graph.storages, sizes, may_move, strict=True)
+        replace(storage, bytes=size, movable=moves)
+        for storage, size, moves in zip(graph.storages, needs.sizes, needs.is_movable, strict=True)
     ]
+    by_operation = needs.costs_ns, needs.workspaces, needs.is_once
     operations = [
-        replace(op, cost_ns=int(cost), workspace_bytes=int(workspace), once=bool(is_once))
-        for op, cost, workspace, is_once in zip(
-            graph.operations, costs, workspaces, once, strict=True
-        )
+        replace(op, cost_ns=cost, workspace_bytes=workspace, once=is_once)
+        for op, cost, workspace, is_once in zip(graph.operations, *by_operation, strict=True)
     ]
     return Graph(storages, None, operations)
 
@@ -202,7 +195,7 @@ def _infeasible(
     most = max(own_bytes, *(bytes_ for bytes_, _ in found))
     least = error.minimum_bytes + most + reserve_bytes
     bound = max(bound for _, bound in found) + reserve_bytes
-    totals = [int(needs.sizes.sum()) for needs in everyone]
+    totals = [sum(needs.sizes) for needs in everyone]
     large = totals.index(max(totals))
     which = f", on rank {large} most of all" if len(set(totals)) > 1 else ""
     return InfeasibleError(

@@ -21,12 +21,10 @@ from rotor.common.calls import call_signature
 from rotor.common.ranks import Ranks, digest
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.engines.graph.code.offloading import Placed
 from rotor.engines.graph.shared_plan import signatures_of
-from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.captures import Captures
-from rotor.engines.parts.kinds import Kind, backward_marks
+from rotor.engines.parts.kinds import Kind
 from rotor.engines.parts.probe import Saves
 from rotor.graph.assembly import Option
 
@@ -55,34 +53,6 @@ class BlockGraph:
             replace(o, backward_bytes=o.backward_bytes - given)
             for o in self.kind.options(self.is_held)
         ]
-
-    def run(
-        self,
-        number: int,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        on_phase: Callable[[str], None] | None,
-        k: int,
-        proof: BlocksProof | None,
-        placed: Placed | None,
-    ) -> tuple[Any, bool]:
-        """Run a call of the block under program `number`; return its output, and whether it could
-        run.
-
-        The module's original forward must be installed. `on_phase` is called with "backward k" and
-        "before k" when the backward begins and ends; `placed` has the places of offloaded values.
-        """
-        if call_signature(args, kwargs) != self.signature:
-            return None, False
-        marks = None if on_phase is None else backward_marks(on_phase, k)
-        code = self.kind.emitted(number)
-        verified = None if proof is None else self.kind.verified(number)
-        if verified is not None and proof is not None:
-            code, prover = verified
-            prover.prepare(proof, k, proof.names[k])
-        output, failed = self.kind.call(code, module, args, kwargs, marks, placed)
-        return output, not failed
 
 
 class GraphCalls:

@@ -19,6 +19,7 @@ from torch import nn
 
 from rotor.common.accounting import assumed_loss_bytes, scalar_bytes
 from rotor.common.checksums import NO_ROOM, has_room
+from rotor.common.joining import joined
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.tensor_trees import Flags, output_tensors, tree_tensors
@@ -481,17 +482,7 @@ def _join_options(ranks: Ranks, mine: Blocks) -> None:
         rows = [options[k] for options in found]
         fewest = min(map(len, rows))
         columns = zip(*(row[:fewest] for row in rows), strict=True)
-        site.options = [
-            Option(
-                max(o.kept_bytes for o in column),
-                max(o.forward_bytes for o in column),
-                max(o.backward_bytes for o in column),
-                sum(o.time_ns for o in column) // len(column),
-                max(o.tier_bytes for o in column),
-                max(o.link_ns for o in column),
-            )
-            for column in columns
-        ]
+        site.options = [joined(column, mean=["time_ns"]) for column in columns]
 
 
 # -- planning

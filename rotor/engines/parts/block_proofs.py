@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from rotor.engines.chain.sharded import Sharding
 from rotor.engines.chain.stages import Stage
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.probe import Saves
-from rotor.engines.proofs import Difference, RunProof, ShardedProof, buffers_before
+from rotor.engines.proofs import VARIED, Difference, RunProof, ShardedProof, buffers_before
 
 
 @dataclass(frozen=True)
@@ -103,36 +103,34 @@ def observe_blocks(
 
 
 class BlocksProof(ShardedProof):
-    """Verified step of sharded blocks, made before the forward; `begin_with` takes its output.
-
-    After a difference, `failed` is called with the numbers of blocks that gave other bits.
-    """
+    """Verified step of a model with sharded blocks, the sites of its plan."""
 
     def __init__(
         self,
         model: nn.Module,
-        stages: Sequence[BlockStage],
+        sites: Sequence[Any],
         proved: Proved,
         sharding: Sharding,
-        failed: Callable[[list[int]], object],
     ) -> None:
-        undo = buffers_before(model.buffers()), python_before(stages)
+        undo = buffers_before(model.buffers()), python_before(site.stage for site in sites)
         super().__init__(proved, undo, sharding.ranks, sharding.gradients_before)
-        self.names = [stage.name for stage in stages]
-        """Paths of the blocks."""
-        self._stages = stages
-        self._failed = failed
+        self._sites = sites
 
     def of_block(self, k: int) -> RunProof:
         """Return the comparison of the output of block k, as of a chain's only stage."""
-        return RunProof(self, StageOrigins([self._stages[k]], self._failed), k)
+        return RunProof(self, StageOrigins([self._sites[k].stage], self.keep), k)
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Have blocks run forward only once from now on."""
+        for k in blocks:
+            self._sites[k].kept = Kept(VARIED)
 
     def refused(
         self, runs: Sequence[RunProof], found: Sequence[Difference], where: str
     ) -> Exception:
         """Return the error, on all ranks, and have the blocks that differed kept."""
         blocks = sorted({one.run for one in found})
-        self._failed(blocks)
+        self.keep(blocks)
         one = next(one for one in found if one.run == blocks[0])
         words = one.operation, one.module, one.mismatch, f"{where}. {CURE}"
         return recomputation_error(*words, others=len(blocks) - 1)

@@ -20,13 +20,14 @@ from torch import nn
 
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.sequence import Backward, ForwardCheck, ForwardEnable, Loss
+from rotor.common.calls import call_signature
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
 from rotor.common.undisturbed import copied_arguments, gradients_aside, trial, values_kept
 from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
-from rotor.engines.graph.code.offloading import Placed
+from rotor.engines.parts.kinds import backward_marks
 from rotor.engines.parts.offloading import PlacedStep
 from rotor.engines.parts.probe import Saves
 
@@ -42,23 +43,6 @@ class Marks(Protocol):
 
     def mark(self, name: str) -> None:
         """Begin a part of the step."""
-
-
-class Programs(Protocol):
-    """Captured block."""
-
-    def run(
-        self,
-        number: int,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        on_phase: Callable[[str], None] | None,
-        k: int,
-        proof: Any,
-        placed: Placed | None,
-    ) -> tuple[Any, bool]:
-        """Run it under a program; return its output, and whether it could run."""
 
 
 class BlockStage(ShardedStage):
@@ -167,7 +151,7 @@ class BlockStep:
         flags: Sequence[Flags],
         choice: Sequence[int],
         device: torch.device,
-        graphs: Sequence[Programs | None] = (),
+        graphs: Sequence[Any] = (),
         *,
         preserve_rng_state: bool = True,
         marks: Marks | None = None,
@@ -245,18 +229,18 @@ class BlockStep:
         )
         return self.latest.output(value)
 
-    def _run_program(
-        self, k: int, graph: Programs, number: int, args: Any, kwargs: Any
-    ) -> tuple[Any, bool]:
-        module = self._stages[k].module
-        on_phase = None if self._marks is None else self._marks.mark
-        with self._replaced.paused(module):
-            y, is_done = graph.run(
-                number, module, args, kwargs, on_phase, k, self._proof, self._placed.of(k)
-            )
-        if not is_done:
-            self.failed.append(k)
-        return y, is_done
+    def _run_program(self, k: int, graph: Any, number: int, args: Any, kwargs: Any) -> Any:
+        """Return the output of a program of a `BlockGraph`, and whether it could run."""
+        if call_signature(args, kwargs) == graph.signature:
+            name, module = self._stages[k].name, self._stages[k].module
+            marks = None if self._marks is None else backward_marks(self._marks.mark, k)
+            code = graph.kind.code_for(number, self._proof, k, name)
+            with self._replaced.paused(module):
+                y, failed = graph.kind.call(code, module, args, kwargs, marks, self._placed.of(k))
+            if not failed:
+                return y, True
+        self.failed.append(k)
+        return None, False
 
     def _teller(self, k: int) -> Callable[[str], None]:
         marks, details = self._marks, self._details

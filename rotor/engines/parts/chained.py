@@ -372,7 +372,7 @@ class ChainKind:
 
     def _keep(self, stages: list[int]) -> None:
         """Have stages run forward only once from now on."""
-        self.measured.inspection.keep(self.begin + i for i in stages)
+        self.measured.inspection.refute(self.begin + i for i in stages)
 
     @cached_property
     def _unit(self) -> Unit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -132,10 +131,6 @@ class PartsEngine(MeteredEngine):
         plan.is_over = plan.predicted_bytes > limit_bytes and not is_renewed
         return plan
 
-    def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
-        """Return a plan that includes the lessons of metered steps; the old one if none fits."""
-        return old.kept(super().replan(old, make))
-
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return time of the parts against limit."""
         pieces = self.pieces[key]
@@ -204,11 +199,3 @@ class PartsEngine(MeteredEngine):
             plan.is_over = not plan.outdated or plan.meterings >= METERED_STEPS
             if not plan.is_over:
                 self.warn_early(plan)
-
-    def learn_loss(self, plan: PartsPlan[Pieces], step: StepBytes) -> bool:
-        """Do nothing: the loss is a part of the code between the parts."""
-        return False
-
-    def repriced(self, plan: PartsPlan[Pieces]) -> int:
-        """Return the predicted peak."""
-        return plan.predicted_bytes

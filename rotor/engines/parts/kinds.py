@@ -34,6 +34,7 @@ from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.costs.repeating import keep_from_now_on
 from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.engines.proofs import StepProof
 from rotor.errors import CaptureError, InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
 from rotor.graph.assembly import Option, undominated
@@ -207,6 +208,18 @@ class Kind:
         if number not in self._verified:
             self._verified[number] = self.step.verified(program.actions, make)
         return self._verified[number]
+
+    def code_for(self, number: int, step: StepProof | None, k: int, place: str) -> StepCode:
+        """Return the functions of a program for run k of a verified step, or for another one.
+
+        The `place` is the path of the module that runs.
+        """
+        found = None if step is None else self.verified(number)
+        if step is None or found is None:
+            return self.emitted(number)
+        code, prover = found
+        prover.prepare(step, k, place)
+        return code
 
     def recomputes(self, number: int) -> bool:
         """Return whether a program runs an operation again."""

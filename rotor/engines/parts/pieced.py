@@ -177,11 +177,7 @@ class PiecesStep:
         return run
 
     def _run(self, k: int, site: Site, kind: Kind, forward: Any, args: Any, kwargs: Any) -> Any:
-        emitted = kind.emitted(self._plan.choice[k])
-        verified = None if self._proof is None else kind.verified(self._plan.choice[k])
-        if verified is not None and self._proof is not None:
-            emitted, prover = verified
-            prover.prepare(self._proof, k, site.path)
+        emitted = kind.code_for(self._plan.choice[k], self._proof, k, site.path)
         marks = None
         if self._meter is not None:
             marks = backward_marks(self._meter.mark, k)

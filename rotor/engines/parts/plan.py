@@ -212,11 +212,10 @@ class PartsPlan(Metered, Generic[P]):
         if more:
             _expect_additions(self, more)
 
-    def kept(self, plan: PartsPlan[P]) -> PartsPlan[P]:
-        """Return the plan after this one; this one again where no other was found."""
-        if plan is self and self.tier is not None:
+    def stay(self) -> None:
+        """Count on the present speed of the tier: no better plan was found."""
+        if self.tier is not None:
             self.tier.accept()
-        return plan
 
     @property
     def is_refuted(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -26,12 +26,11 @@ from rotor.engines.parts.block_plan import (
     make_blocks_plan,
     measure_blocks,
 )
-from rotor.engines.parts.block_proofs import BlocksProof, Kept
+from rotor.engines.parts.block_proofs import BlocksProof
 from rotor.engines.parts.blocks import BlockStep, candidates
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import PartsPlan, learn, parts_curve
 from rotor.engines.peers import SharingRanks
-from rotor.engines.proofs import VARIED
 from rotor.graph.assembly import largest_bases
 from rotor.meter import allocator
 from rotor.meter.step_meter import StepBytes, cancel_running
@@ -191,10 +190,6 @@ class ShardedBlocksEngine(MeteredEngine):
         self._blocks[key] = plan.parts
         return plan
 
-    def replan(self, old: Any, make: Callable[[int], Any]) -> Any:
-        """Return a plan that includes the lessons of metered steps; the old one if none fits."""
-        return old.kept(super().replan(old, make))
-
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return time of this rank's blocks against limit."""
         blocks, plan = self._known_blocks(key), self.context.plans.get(key)
@@ -224,7 +219,10 @@ class ShardedBlocksEngine(MeteredEngine):
         if tier is not None:
             # Ranks agree before the next step to plan again.
             tier.learn(plan.makespan)
-        proof = self._proof_of(plan)
+        proof = None
+        if plan.is_verified(plan.verify):
+            sites, module = plan.parts.sites, self.context.module
+            proof = BlocksProof(module, sites, plan.proved, self._sharding)
         placed = None if tier is None else tier.begin()
         meter = start()
         with BlockStep(
@@ -259,24 +257,6 @@ class ShardedBlocksEngine(MeteredEngine):
 
         return self.context.with_loss(output, call.targets), is_pending
 
-    def _proof_of(self, plan: PartsPlan[Blocks]) -> BlocksProof | None:
-        """Return the proof of the next step; ``None`` if that step is not verified."""
-        if not plan.is_verified(plan.verify):
-            return None
-
-        def failed(numbers: list[int]) -> None:
-            cancel_running()
-            for k in numbers:
-                plan.parts.sites[k].kept = Kept(VARIED)
-
-        return BlocksProof(
-            self.context.module,
-            [block.stage for block in plan.parts.sites],
-            plan.proved,
-            self._sharding,
-            failed,
-        )
-
     # -- learning
 
     def learn(self, plan: PartsPlan[Blocks], step: StepBytes) -> None:
@@ -299,11 +279,3 @@ class ShardedBlocksEngine(MeteredEngine):
         """Warn of a limit that could not be kept, on ranks that went over."""
         if (plan.measured_bytes or 0) > plan.limit_bytes:
             self.context.warn("over", plan.describe_excess())
-
-    def learn_loss(self, plan: PartsPlan[Blocks], step: StepBytes) -> bool:
-        """Do nothing: the loss is a part of the code between the blocks."""
-        return False
-
-    def repriced(self, plan: PartsPlan[Blocks]) -> int:
-        """Return the predicted peak."""
-        return plan.predicted_bytes
