@@ -101,7 +101,7 @@ class Difference(NamedTuple):
 
 
 class Origins(ABC):
-    """What makes the values of a run: the stages of a chain, or the operations of a program."""
+    """Makers of the values of a run: the stages of a chain, or the operations of a program."""
 
     cure: str
     """Advice to users on what does not repeat."""

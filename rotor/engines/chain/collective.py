@@ -28,7 +28,7 @@ from rotor.engines.chain.stages import Stage
 from rotor.meter import allocator
 
 _ROUNDS = 5
-_TIMES = ("forward_ns", "record_ns", "backward_ns")
+_TIMES = ("forward_ns", "record_ns", "backward_ns", "loss_ns")
 _SAME = ("name", "flags")
 
 
@@ -136,30 +136,24 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
 
 def joined_measures(ranks: Ranks, inspection: Inspection) -> Inspection:
     """Return all ranks' mean times and largest bytes; raise RankError if their stages differ."""
-    mine = (inspection.input_bytes, inspection.output_grad_bytes)
-    loss = (inspection.loss_peak_bytes or 0, inspection.loss_ns or 0)
-    found = ranks.exchange((inspection.measures, mine, loss, inspection.reasons))
-    for rank, (measures, *_) in enumerate(found):
-        for own, other in zip(found[0][0], measures, strict=False):
-            _check_same(own, other, rank)
-        if len(measures) != len(found[0][0]):
+    bare = replace(inspection, stages=[], device=torch.device("cpu"), reasons={})
+    everyone = ranks.exchange((bare, inspection.reasons))
+    found = [one for one, _ in everyone]
+    first = found[0].measures
+    for rank, measures in enumerate(one.measures for one in found):
+        for mine, other in zip(first, measures, strict=False):
+            _check_same(mine, other, rank)
+        if len(measures) != len(first):
             raise RankError(
-                f"rank 0 has {len(found[0][0])} stages, rank {rank} has {len(measures)}: every "
-                "rank needs the same model"
+                f"rank 0 has {len(first)} stages, rank {rank} has {len(measures)}: every rank "
+                "needs the same model"
             )
-    stages = zip(*(measures for measures, *_ in found), strict=True)
-    reasons: dict[int, str] = {}
-    for *_, others in found:
-        reasons = others | reasons
-    has_loss = inspection.loss_peak_bytes is not None
+    every = {i: reason for _, one in reversed(everyone) for i, reason in one.items()}
     return replace(
-        inspection,
-        measures=[joined(measures, mean=_TIMES) for measures in stages],
-        input_bytes=max(sizes[0] for _, sizes, *_ in found),
-        output_grad_bytes=max(sizes[1] for _, sizes, *_ in found),
-        loss_peak_bytes=max(peak for _, _, (peak, _), _ in found) if has_loss else None,
-        loss_ns=sum(ns for _, _, (_, ns), _ in found) // len(found) if has_loss else None,
-        reasons=dict(sorted(reasons.items())),
+        joined(found, mean=_TIMES),
+        stages=inspection.stages,
+        device=inspection.device,
+        reasons=dict(sorted(every.items())),
     )
 
 
