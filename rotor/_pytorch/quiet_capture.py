@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial, partialmethod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rotor._pytorch import captures, core
 from rotor._pytorch.draws import Draws, cached_draws_refused
 from rotor._pytorch.scripts import functions_run_whole
+from rotor.errors import CaptureError
 
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 SAYING: frozenset[Any] = frozenset(
@@ -37,6 +39,8 @@ SAYING: frozenset[Any] = frozenset(
 )
 """Functions that say something."""
 _ASKED = ("isEnabledFor", "getEffectiveLevel", "hasHandlers")
+_FOLLOWED = ("enum", "torch")
+"""Packages whose metaclasses dynamo knows."""
 _RETURNING = ("getChild", "makeRecord", "findCaller", "filter")
 
 
@@ -284,6 +288,8 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         functions_run_whole(),
         constant_branches(),
         _bounded_deques(),
+        _namespaces_guarded(),
+        _metaclasses_refused(),
         _kernels_of_eager(),
         draws.drawn_anew(),
         cached_draws_refused(),
@@ -413,6 +419,58 @@ def _bounded_deques() -> AbstractContextManager[None]:
         return given(value)
 
     return core.replaced(BaseListVariable, cls_for_instance=staticmethod(cls_for_instance))
+
+
+def _namespaces_guarded() -> AbstractContextManager[None]:
+    """Return a context in which captured code that misses a key of a ``__dict__`` is guarded.
+
+    Dynamo takes it for absent in every call, also where the code then makes it.
+    """
+    from torch._dynamo.variables import dicts
+
+    kind: Any = getattr(dicts, "DunderDictVariable", None)
+    if kind is None:
+        return core.NOTHING
+    guard: Any = dicts.ConstDictVariable.install_dict_contains_guard
+    call_method: Any = kind.call_method
+
+    def calling(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "setdefault":
+            guard(self, tx, args[:1])
+        return call_method(self, tx, name, args, kwargs)
+
+    return core.replaced(kind, install_dict_contains_guard=guard, call_method=calling)
+
+
+@contextmanager
+def _metaclasses_refused() -> Iterator[None]:
+    """Refuse captures in the context that read a value of a metaclass, or call one.
+
+    Dynamo takes such a value for constant, and makes objects without that call.
+    """
+    from torch._dynamo.variables import GetAttrVariable, UserDefinedClassVariable
+
+    read: Any = UserDefinedClassVariable.var_getattr
+    call: Any = UserDefinedClassVariable.call_function
+
+    def refuse(kind: type, name: str) -> None:
+        raise CaptureError(f"{kind.__qualname__}.{name} is of a metaclass, which no graph follows")
+
+    def reading(self: Any, tx: Any, name: str) -> Any:
+        found = read(self, tx, name)
+        if type(found) is GetAttrVariable and not callable(getattr(self.value, name, len)):
+            refuse(self.value, name)
+        return found
+
+    def calling(self: Any, *args: Any) -> Any:
+        kind = type(self.value)
+        is_followed = kind.__module__.partition(".")[0] in _FOLLOWED
+        if isinstance(kind.__call__, FunctionType) and not is_followed:
+            refuse(self.value, "__call__")
+        return call(self, *args)
+
+    with core.replaced(UserDefinedClassVariable, var_getattr=reading, call_function=calling):
+        yield
 
 
 def _layouts_of_outputs() -> AbstractContextManager[None]:

@@ -372,7 +372,7 @@ class Watch:
         self._class(type(module))
 
     def _class(self, kind: type) -> None:
-        for base in kind.__mro__:
+        for base in (*kind.__mro__, *type(kind).__mro__):
             if is_library(base.__module__) or id(base) in self._seen:
                 continue
             self._seen.add(id(base))
@@ -394,6 +394,9 @@ class Watch:
         if isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._waiting.append((name, part, None))
+        elif isinstance(value, type):
+            self._seen.discard(id(value))
+            self._class(value)
         elif isinstance(getattr(value, "__self__", None), io.IOBase):
             self._waiting.append((name, value.__self__, None))
         elif isinstance(value, types.MethodType):

@@ -210,3 +210,66 @@ def test_a_graph_follows_the_choice_of_kernels(engine: str, breaks: bool) -> Non
         return found
 
     assert seen(engine) == seen(None)
+
+
+class Counted(type):
+    """Metaclass that counts."""
+
+    seen = 0
+
+    def __call__(cls, *args: Any) -> Any:
+        Counted.seen += 1
+        return super().__call__(*args)
+
+
+class Note(metaclass=Counted):
+    """Object whose making is counted."""
+
+
+def by_default(net: nn.Module) -> None:
+    net.__dict__["seen"] = net.__dict__.get("seen", 0) + 1
+
+
+def in_place(net: nn.Module) -> None:
+    vars(net).setdefault("seen", 0)
+    vars(net)["seen"] += 1
+
+
+def at_once(net: nn.Module) -> None:
+    net.__dict__.update(seen=net.seen + 1 if "seen" in net.__dict__ else 1)
+
+
+def of_metaclass(net: nn.Module) -> None:
+    type(Note).seen += 1
+    net.seen = Note.seen
+
+
+def by_call(net: nn.Module) -> None:
+    Note()
+    net.seen = Counted.seen
+
+
+class Counting(nn.Sequential):
+    """A model that counts its calls in some way, and computes with their number."""
+
+    def __init__(self, count: Callable[[nn.Module], None]) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh())
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count(self)
+        return super().forward(x) * self.seen
+
+
+@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
+@pytest.mark.parametrize("count", [by_default, in_place, at_once, of_metaclass, by_call])
+def test_calls_are_counted_wherever_the_number_is_kept(count, monkeypatch):
+    found = []
+    for is_limited in (False, True):
+        monkeypatch.setattr(Counted, "seen", 0)
+        torch.manual_seed(0)
+        net = Row(Counting(count))
+        model = rotor.Checkpointable(net, mem_limit="1 MB") if is_limited else net
+        found.append([model(torch.ones(2, 4)).sum() for _ in range(5)] + [net[0].seen])
+        found[-1][0].backward()
+    assert found[0] == found[1]
