@@ -118,6 +118,29 @@ def test_what_a_first_forward_makes_and_each_one_fills_does_not_stay(kind):
     assert not kept
 
 
+class Counts(type):
+    """Metaclass with a number."""
+
+    seen = 0
+
+
+class Seen(metaclass=Counts):
+    """Class with a number, and with one of its metaclass."""
+
+    calls = 0
+
+
+def test_numbers_of_classes_that_a_forward_names_do_not_stay():
+    def count(*_):
+        Seen.calls += 1
+        Counts.seen += 1
+
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(count)
+    assert run_once(model, (torch.ones(2),), {})
+    assert (Seen.calls, Seen.seen) == (0, 0)
+
+
 @pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
 def test_hooks_collect_once_for_each_step(engine):
     kept = defaultdict(list)
