@@ -372,7 +372,8 @@ class Watch:
         self._class(type(module))
 
     def _class(self, kind: type) -> None:
-        for base in (*kind.__mro__, *type(kind).__mro__):
+        metaclass: type = type(kind)
+        for base in (*kind.__mro__, *metaclass.__mro__):
             if is_library(base.__module__) or id(base) in self._seen:
                 continue
             self._seen.add(id(base))
