@@ -203,5 +203,5 @@ def test_binding_survives_any_operations(chain: Chain, ops: Any) -> None:
 def test_simulate_takes_one_argument() -> None:
     chain = three_stages().core
     for arguments in ((), (b"", b"")):
-        with pytest.raises(TypeError, match="one positional argument"):
+        with pytest.raises(TypeError, match=r"one (positional )?argument"):
             chain.simulate(*arguments)
