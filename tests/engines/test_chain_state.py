@@ -377,7 +377,7 @@ def test_auxiliary_losses_reach_every_parameter(engine: str, share: float) -> No
     found = train(net, chk, loss=auxiliary(net))
     assert same(plain, found)
     assert chk.plan.measured_bytes <= limit
-    assert (chk.planned_as == "chain") == (engine == "chain")
+    assert (chk.plan.engine == "chain") == (engine == "chain")
     if engine == "chain":
         assert chk.plan.inspection.plain == (1, 6)
         assert bool(chk.plan.schedule.recomputed) == (share < 1)
