@@ -159,6 +159,7 @@ class _Session:
                 flag, value = self._flags.pop()
                 flag.value = value
             _callers._prepare_profiler = _prepare
+            torch._C._autograd._enable_record_function(True)
             with self._changed:
                 self._thread, self._trace = 0, _nothing
                 self._changed.notify_all()
@@ -182,6 +183,13 @@ class _Session:
     def belongs_to(self, trace: AllocationTrace) -> bool:
         return self._trace() is trace
 
+    def give_way(self) -> None:
+        """End it for a profiler of the caller's, and tell its trace."""
+        trace = self._trace()
+        if trace is not None:
+            trace.gave_way = True
+        self.drop()
+
     def drop(self) -> None:
         """End it without a result, in its own thread as soon as that can."""
         self._trace = _nothing
@@ -204,7 +212,7 @@ _prepare = _callers._prepare_profiler
 def _prepare_callers(*args: Any, **kwargs: Any) -> None:
     """Prepare a profiler of the caller's, to which this thread's session gives way."""
     if _session.is_here and not core.in_backward():
-        _session.drop()
+        _session.give_way()
     _prepare(*args, **kwargs)
 
 
@@ -250,6 +258,9 @@ class AllocationTrace:
     carry the total of all threads, where PyTorch can tell it.
     """
 
+    gave_way = False
+    """True once it was dropped for a profiler of the caller's."""
+
     def __init__(self, *, totals: bool = False, device_type: str = "cpu") -> None:
         self._device_type = device_type
         self._level, counting = _cpp_flags()
@@ -290,16 +301,23 @@ class AllocationTrace:
                 del os.environ["KINETO_LOG_LEVEL"]
         scopes = {profiler.RecordScope.USER_SCOPE}
         autograd._enable_profiler(config, activities, scopes)  # type: ignore[call-arg]
+        # A collective would record itself, and its end may come from a thread of the backend when
+        # the session is over: PyTorch crashes there. Only marks are recorded.
+        autograd._enable_record_function(False)
         _session.set(self._level, max(_ERRORS_ONLY, getattr(self._level, "value", 0)))
         _session.set(self._counting, True)
 
     def mark(self, name: str) -> None:
         """Put a name between earlier and later events."""
         autograd = torch._C._autograd
-        if self.is_on:
-            autograd._record_function_with_args_exit(
-                autograd._record_function_with_args_enter(name)
-            )
+        if self.is_on and core.profiler_enabled_here():
+            autograd._enable_record_function(True)
+            try:
+                autograd._record_function_with_args_exit(
+                    autograd._record_function_with_args_enter(name)
+                )
+            finally:
+                autograd._enable_record_function(False)
 
     def stop(self) -> Events:
         """End, in the thread that began; return what was recorded."""
@@ -362,6 +380,7 @@ _BLOCK_AND_TOTAL = attrgetter("ptr", "alloc_size", "total_allocated")
 core.check(
     """
     _C._autograd._disable_profiler _C._autograd._enable_profiler _C._autograd._prepare_profiler
+    _C._autograd._enable_record_function
     _C._autograd._record_function_with_args_enter _C._autograd._record_function_with_args_exit
     _C._get_privateuse1_backend_name _C._profiler.ProfilerActivity.CPU
     _C._profiler.ProfilerConfig _C._profiler.ProfilerState.KINETO

@@ -168,6 +168,8 @@ class Meter(ABC):
     block Python's collector of cycles waits: what it frees would be taken for the block's.
     """
 
+    _trace: _profiler.AllocationTrace | None = None
+
     def __init__(self, device: torch.device, timeline: bool) -> None:
         self._device = device
         # The counters of a device are one for all threads.
@@ -183,6 +185,11 @@ class Meter(ABC):
     def is_here(self) -> bool:
         """True if the running step may be metered in this thread."""
         return True
+
+    @property
+    def gave_way(self) -> bool:
+        """True if a profiler of the caller's has ended it."""
+        return self._trace is not None and self._trace.gave_way
 
     @property
     def device(self) -> torch.device:
@@ -345,6 +352,8 @@ def _vacate(candidate: Meter) -> None:
 
 
 class _CpuMeter(Meter):
+    _trace: _profiler.AllocationTrace
+
     def __init__(
         self, device: torch.device, existing: Sequence[torch.Tensor], timeline: bool
     ) -> None:
@@ -433,7 +442,6 @@ class _DeviceMeter(Meter):
         self._name: str | None = None
         self._pause = CollectorPause()
         self._thread = 0
-        self._trace: _profiler.AllocationTrace | None = None
         self._levels: list[int] = []
         self._has_ended = False
 

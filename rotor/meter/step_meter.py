@@ -323,8 +323,8 @@ class StepMeter:
 
     def _gradient_arrived(self, gradient: torch.Tensor) -> None:
         if self._meter is not None and not self._meter.is_here:
+            is_elsewhere = not self._meter.gave_way
             self.cancel()
-            is_elsewhere = self._thread != threading.get_ident()
             core.at_end_of_backward(lambda: self._lost(is_elsewhere))
         if self._meter is not None and not self._in_backward:
             self._in_backward = True
