@@ -38,7 +38,8 @@ step_of_this_thread = _Step()
 
 def refuse_outer_transforms(context: Context) -> bool:
     """Return whether only plain PyTorch can run a step; raise RuntimeError if an engine is set."""
-    if step_of_this_thread.is_running:
+    # By name, the dynamic engine refuses nested budgets itself.
+    if step_of_this_thread.is_running and context.settings.engine != "dynamic":
         context.warn(
             "nested",
             "a model with a limit was called within another model with a limit, which holds for "
