@@ -348,20 +348,29 @@ def test_a_capture_that_fails_in_a_transform_leaves_gradients_to_other_models(en
     assert nn.Linear(WIDTH, WIDTH)(batch()).requires_grad
 
 
-@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
-def test_what_a_forward_does_before_it_raises_stays(engine):
-    class Stop(Exception):
-        """Signal of a hook that has what it wants."""
+class Stop(Exception):
+    """Signal of a hook that has what it wants."""
+
+
+def stopping(layers: int, last: int) -> tuple[nn.Module, list[torch.Tensor]]:
+    """Return a model whose forward ends with `Stop` after a layer, and the list of its outputs."""
+    found: list[torch.Tensor] = []
 
     def noted(_: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         found.append(output)
         raise Stop
 
-    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
-    net[2].register_forward_hook(noted)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)]
+    blocks[last].register_forward_hook(noted)
+    return nn.Sequential(*blocks), found
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+def test_what_a_forward_does_before_it_raises_stays(engine):
+    net, found = stopping(4, 2)
     model = rotor.Checkpointable(net, mem_limit="40 KB", engine=engine)
     for _ in range(3):
-        found: list[torch.Tensor] = []
+        found.clear()
         with pytest.raises(Stop):
             model(batch())
         assert len(found) == 1
@@ -370,12 +379,8 @@ def test_what_a_forward_does_before_it_raises_stays(engine):
 
 @pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
 def test_what_is_noted_before_a_forward_raises_is_metered(engine):
-    class Stop(Exception):
-        """Signal of a hook that has what it wants."""
-
-    def noted(_: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        found.append(output)
-        raise Stop
+    net, found = stopping(8, 6)
+    model = rotor.Checkpointable(net, mem_limit=8 * 512 * WIDTH * 4, engine=engine)
 
     def step() -> None:
         net.zero_grad()
@@ -384,10 +389,6 @@ def test_what_is_noted_before_a_forward_raises_is_metered(engine):
             model(torch.randn(512, WIDTH))
         found[0].sum().backward()
 
-    net = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)])
-    net[6].register_forward_hook(noted)
-    model = rotor.Checkpointable(net, mem_limit=8 * 512 * WIDTH * 4, engine=engine)
-    found: list[torch.Tensor] = []
     told = [[text for text in heard(step)[1] if "forward raised an" in text] for _ in range(3)]
     assert [len(texts) for texts in told] == [1, 0, 0]
     with pytest.raises(Stop):
