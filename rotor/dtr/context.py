@@ -35,11 +35,8 @@ _NESTED = (
 )
 
 
-COMPILES = (
-    "an operator that compiles its functions (torch.cond, while_loop, scan, map) within "
-    "rotor.dtr.budget: compiled kernels would read what is evicted. Write it as Python's if or "
-    "for, or leave it to the graph engine of rotor.Checkpointable"
-)
+class Compiles(RuntimeError):
+    """Operator that compiles its functions, whose kernels would read what is evicted."""
 
 
 def current() -> Session | None:
@@ -228,7 +225,11 @@ def _eager() -> Iterator[None]:
     def leave(model: Any = None, **_: Any) -> Any:
         """Return the model uncompiled (`torch.compile`)."""
         if sys._getframe(1).f_globals["__name__"].startswith("torch._higher_order_ops"):
-            raise RuntimeError(COMPILES)
+            raise Compiles(
+                "an operator that compiles its functions (torch.cond, while_loop, scan, map) "
+                "within rotor.dtr.budget: compiled kernels would read what is evicted. Write it "
+                "as Python's if or for, or leave it to the graph engine of rotor.Checkpointable"
+            )
         warnings.warn(
             "torch.compile within rotor.dtr.budget: compiled kernels would read what is evicted, "
             "so the function is left as it is written, after the budget too. Compile it before, "

@@ -32,7 +32,7 @@ from rotor.common.places import hook_places, tensors_in
 from rotor.common.rerun import Rerun, Surroundings
 from rotor.common.substitutes import exchanged, replace_references, substituted
 from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.dtr.context import COMPILES, current
+from rotor.dtr.context import Compiles, current
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals, Undo
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
@@ -159,9 +159,11 @@ class BudgetedStep:
             output, found, held = None, [], []
             self._differed(error)
             raise
-        except BaseException as error:
-            if error.args == (COMPILES,):
-                self.undo()
+        except Compiles:
+            self.undo()
+            self.release()
+            raise
+        except BaseException:
             self.release()
             raise
         given = {id(mine): theirs for theirs, mine in zip(outer, inner, strict=True)}
