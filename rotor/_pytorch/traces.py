@@ -141,6 +141,10 @@ class Writes(_python_dispatch.TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # PyTorch would import its compiler.
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # PyTorch would never compile again what is called in the context.
+
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rotor
 
+_GRADS_READ = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+"""Mark of tests in which PyTorch's compiler reads gradients of values between its functions."""
 WIDTH = 32
 LIMIT = 500_000
 
@@ -74,7 +78,7 @@ def check(found: Any, expected: Any, model: rotor.Checkpointable) -> None:
     assert found[0] == expected[0]
     for got, wanted in zip(found[1], expected[1], strict=True):
         assert torch.equal(got, wanted)
-    assert model.plan.measured_bytes <= LIMIT
+    assert model.plan.measured_bytes <= model.mem_limit
 
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic"])
@@ -86,8 +90,105 @@ def test_compiled_before(engine, expected):
     check(train(model, model), expected, model)
 
 
-# PyTorch 2.14 says so of every value between two compiled modules.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@_GRADS_READ
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_stages_stay_compiled_once_they_were_measured(backend):
+    compiled = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return torch._dynamo.backends.registry.lookup_backend(backend)(graph, inputs)
+
+    class Stage(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistics = nn.BatchNorm1d(WIDTH)
+            self.drop = nn.Identity()
+            self.mean = torch.zeros(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+            return self.statistics(self.inner(x)) + self.mean
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, WIDTH), *[Stage() for _ in range(3)])
+    net = copy.deepcopy(plain)
+    for stage in (*plain[1:], *net[1:]):
+        stage.compile(backend=count)
+    model = rotor.Checkpointable(net, mem_limit=LIMIT, engine="chain")
+    found = train(model, net)
+    assert compiled
+    expected = train(plain, plain)
+    check(found, expected, model)
+    assert [b.tolist() for b in net.buffers()] == [b.tolist() for b in plain.buffers()]
+    assert [s.mean.tolist() for s in net[1:]] == [s.mean.tolist() for s in plain[1:]]
+
+
+class Chooses(nn.Module):
+    """A stage with a branch on a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+
+
+class Loops(nn.Module):
+    """A stage with a loop, which no gradient goes through."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            _, doubled = torch._higher_order_ops.while_loop(
+                lambda n, y: n < 3, lambda n, y: (n + 1, y * 2), (torch.zeros(()), x.detach())
+            )
+        return x * doubled.sigmoid()
+
+
+class Maps(nn.Module):
+    """A stage that maps a function over the rows of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._higher_order_ops.map(lambda row: row.tanh() * row, x)
+
+
+class Scans(nn.Module):
+    """A stage with a running sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def add(carried: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            total = carried + row
+            return total, total.clone()
+
+        total = torch._higher_order_ops.scan(add, torch.zeros_like(x[0]), x)[1]
+        return x + total.sin()
+
+
+class Breaks(nn.Module):
+    """A model of which no single graph can be captured."""
+
+    def __init__(self, layers: nn.Module, end: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.end = layers, end
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self.layers(x if x.sum().item() < 1e9 else x * 2))
+
+
+@_GRADS_READ
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("kind", [Chooses, Loops, Maps, Scans])
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_operators_that_compile_functions_work_after_measuring_too(
+    kind: Callable[[], nn.Module], is_chain: bool
+) -> None:
+    layers = make()
+    plain = layers.insert(2, kind()) if is_chain else Breaks(layers, kind())
+    net = copy.deepcopy(plain)
+    model = rotor.Checkpointable(net, mem_limit=2 * LIMIT, engine="chain" if is_chain else "auto")
+    found = train(model, net)
+    expected = train(plain, plain)
+    check(found, expected, model)
+
+
+@_GRADS_READ
 @pytest.mark.parametrize("engine", ["chain", "graph", "dynamic"])
 def test_compiled_stages(engine, expected):
     model = rotor.Checkpointable(make(compiled=True), mem_limit=LIMIT, engine=engine)
