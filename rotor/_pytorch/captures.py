@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree
 
-from rotor._pytorch import core
+from rotor._pytorch import core, patches
 from rotor._pytorch.casts import autocast_dtypes, cast_once
 from rotor.errors import CaptureError
 
@@ -255,14 +255,18 @@ _REQUIRED = """
     _dynamo.config.reorderable_logging_functions _dynamo.convert_frame.compile_lock
     _dynamo.eval_frame.cached_backends _dynamo.eval_frame.remove_from_cache
     _dynamo.guards.GuardBuilder.ID_MATCH _dynamo.guards.install_guard
-    _dynamo.source.RandomValueSource
+    _dynamo.source.GlobalSource _dynamo.source.RandomValueSource
     _dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table
+    _dynamo.symbolic_convert.is_stdlib
     _dynamo.utils.numpy_method_wrapper _dynamo.utils.numpy_operator_wrapper
     _dynamo.utils.numpy_to_tensor_wrapper _dynamo.variables.ConstantVariable.create
     _dynamo.variables.SkipFunctionVariable.call_function
     _dynamo.variables.TensorVariable.as_proxy
     _dynamo.variables.builder.VariableBuilder._type_dispatch
+    _dynamo.variables.UserFunctionVariable
     _dynamo.variables.builder.VariableBuilder._wrap _dynamo.variables.builtin.BuiltinVariable
+    _dynamo.variables.dicts.ConstDictVariable.getitem_const_raise_exception_if_absent
+    _dynamo.variables.dicts.ConstDictVariable.install_dict_contains_guard
     _dynamo.variables.misc.DebuggingVariable.call_function
     _dynamo.variables.misc.LoggingLoggerVariable.call_method
     _dynamo.variables.tensor.TensorVariable.call_method
@@ -298,7 +302,8 @@ def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
                 if not in_autocast:
                     keep_whole(part)
                 cast_once(part)
-        return compiler(module, inputs)
+        with patches.replacements_refused():
+            return compiler(module, inputs)
 
     return compiled
 

@@ -13,6 +13,7 @@ import dis
 import functools
 import importlib
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -28,7 +29,7 @@ from torch import fx
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rotor._pytorch import captures, core
+from rotor._pytorch import captures, core, patches
 from rotor._pytorch.draws import Draws, cached_draws_refused
 from rotor._pytorch.scripts import functions_run_whole
 from rotor.errors import CaptureError
@@ -283,12 +284,13 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         of_backwards.patch(backward_pass_autocast="off"),
         warnings.catch_warnings(),
         captures.noted(),
+        patches.methods_followed(),
         captures.checks_kept(),
         _answered_by(branches),
         functions_run_whole(),
         constant_branches(),
         _bounded_deques(),
-        _namespaces_guarded(),
+        _absence_guarded(),
         _metaclasses_refused(),
         _kernels_of_eager(),
         draws.drawn_anew(),
@@ -421,25 +423,42 @@ def _bounded_deques() -> AbstractContextManager[None]:
     return core.replaced(BaseListVariable, cls_for_instance=staticmethod(cls_for_instance))
 
 
-def _namespaces_guarded() -> AbstractContextManager[None]:
-    """Return a context in which captured code that misses a key of a ``__dict__`` is guarded.
+@contextmanager
+def _absence_guarded() -> Iterator[None]:
+    """Have captured code guarded where it misses a key of a dictionary, or reads ``os``.
 
-    Dynamo takes it for absent in every call, also where the code then makes it.
+    Dynamo takes a key for absent in every call where an error tells so, as in ``os.environ``, and
+    any key of a ``__dict__``, also where the code then makes it. It takes names of the standard
+    library for constant: ``os.getenv`` has ``os.environ`` of one.
     """
+    from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts
 
-    kind: Any = getattr(dicts, "DunderDictVariable", None)
-    if kind is None:
-        return core.NOTHING
-    guard: Any = dicts.ConstDictVariable.install_dict_contains_guard
-    call_method: Any = kind.call_method
+    kind: Any = dicts.ConstDictVariable
+    guard: Any = kind.install_dict_contains_guard
+    missing: Any = kind.getitem_const_raise_exception_if_absent
+    is_constant: Any = symbolic_convert.is_stdlib
+    namespace: Any = getattr(dicts, "DunderDictVariable", None)
+
+    def getitem(self: Any, tx: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tx, [key])
+        return missing(self, tx, key)
 
     def calling(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "setdefault":
             guard(self, tx, args[:1])
         return call_method(self, tx, name, args, kwargs)
 
-    return core.replaced(kind, install_dict_contains_guard=guard, call_method=calling)
+    with ExitStack() as entered:
+        enter = entered.enter_context
+        enter(core.replaced(kind, getitem_const_raise_exception_if_absent=getitem))
+        is_stdlib = {"is_stdlib": lambda module: module is not os and is_constant(module)}
+        enter(core.replaced(symbolic_convert, **is_stdlib))
+        if namespace is not None:
+            call_method = namespace.call_method
+            enter(core.replaced(namespace, install_dict_contains_guard=guard, call_method=calling))
+        yield
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from functools import cached_property
 from operator import methodcaller
 from typing import Any
@@ -12,13 +11,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rotor import _core
-from rotor._pytorch import backwards, core, fsdp
+from rotor._pytorch import backwards, core, fsdp, patches
 from rotor._pytorch import traces as modes
 from rotor.common.rerun import Rerun, Unit
 
 _values_of = methodcaller("values")
 
-_FUNCTIONS = (types.FunctionType, property, classmethod, staticmethod, types.MethodType)
 _ROOT = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 """Functions of ``nn.Module`` that run when a module is called."""
 
@@ -74,15 +72,16 @@ class ModelState:
         self._parents = [slots for slots in children if slots]
         self._childless = [slots for slots in children if not slots]
         self._children = self._child_modules()
-        self._classes = tuple(dict.fromkeys(self._types))
-        kinds = dict.fromkeys(base for kind in self._classes for base in kind.__mro__)
-        self._kinds = [kind for kind in kinds if kind not in (object, nn.Module)]
-        self._versions: tuple[int, ...] | None = None
-        self._functions, self._hooks = self._called_functions(), modes.global_hooks()
         self._parameters = [slot for m in self._modules for slot in core.parameter_slots(m)]
         self._read_parameters = core.reader(self._parameters)
         slots = [slot for m in self._modules for slot in core.buffer_slots(m)]
         slots += self._parameters
+        self._classes: tuple[type, ...] = ()
+        self._functions: list[Any] = []
+        self._versions: tuple[int, ...] | None = None
+        self._torch, self._hooks = patches.TorchFunctions(), modes.global_hooks()
+        tensors = [type(core.value_in(slot)) for slot in slots]
+        self.watch({*self._types, torch.Tensor, nn.Parameter, *tensors})
         self._lazy = [slot for slot in slots if is_lazy(core.value_in(slot))]
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
@@ -90,10 +89,19 @@ class ModelState:
     def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
         return list(map(tuple, map(_values_of, self._parents)))
 
+    def watch(self, kinds: set[type]) -> None:
+        """Have functions of the classes of modules, or of tensors, compared from now on."""
+        if kinds.issubset(self._classes):
+            return
+        self._classes = tuple({*self._classes, *kinds})
+        bases = dict.fromkeys(base for kind in self._classes for base in kind.__mro__)
+        self._kinds = [kind for kind in bases if kind not in (object, nn.Module)]
+        self._functions, self._versions = self._called_functions(), None
+
     def _called_functions(self) -> list[Any]:
-        """Return the functions of the modules' classes."""
+        """Return the functions of the classes of modules and tensors."""
         found = [
-            {name: value for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)}
+            {name: value for name, value in vars(kind).items() if patches.is_code(value)}
             for kind in self._kinds
         ]
         return [found, list(map(vars(nn.Module).get, _ROOT))]
@@ -105,7 +113,7 @@ class ModelState:
             if self._called_functions() != self._functions:
                 return False
             self._versions = versions
-        return modes.global_hooks() == self._hooks
+        return self._torch.are_same() and modes.global_hooks() == self._hooks
 
     @cached_property
     def unit(self) -> Unit:

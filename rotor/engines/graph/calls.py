@@ -77,6 +77,7 @@ def captured_key(context: Context, call: Call, *, takes_numbers: bool = False) -
         )
     check_counts(context.settings.counts, device)
     required, absent = context.structure.parameter_flags()
+    context.structure.watch({type(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)})
     described, values = [], {}
     for number, leaf in enumerate(leaves):
         if is_plain_value(leaf):
