@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import rotor
+from rotor import memory
 
 
 class Base(nn.Module):
@@ -107,3 +109,56 @@ def test_steps_in_parts_equal_plain_steps(kind):
     for one, other in zip(plain, found, strict=True):
         assert one[0] == other[0]
         assert all(map(torch.equal, one[1], other[1]))
+
+
+class Alternating(nn.Module):
+    """Block whose code takes another branch in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = torch.tanh(self.up(x))
+        for _ in range(self.calls % 2):
+            y = torch.tanh(y)
+        return x + self.down(y)
+
+
+class Alternates(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Alternating() for _ in range(6))
+
+    def between(self, x):
+        return x
+
+
+def _within(model, net, steps, limit):
+    peaks = []
+    for k in range(steps):
+        torch.manual_seed(k)
+        net.zero_grad()
+        x = torch.randn(128, 32)
+        with memory.meter("cpu") if k else contextlib.nullcontext() as meter:
+            net.loss(model(x)).backward()
+        peaks += [meter.peak_bytes] if k else []
+        yield [p.grad.clone() for p in net.parameters()]
+    assert limit is None or max(peaks) <= limit, (peaks, limit)
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_a_part_that_takes_another_branch_keeps_the_limit():
+    net, plain = Alternates(), Alternates()
+    with memory.meter("cpu") as meter:
+        plain.loss(plain(torch.randn(128, 32))).backward()
+    plain = Alternates()
+    limit = int(0.45 * meter.peak_bytes)
+    model = rotor.Checkpointable(net, mem_limit=limit)
+    steps = zip(_within(model, net, 6, limit), _within(plain, plain, 6, None), strict=True)
+    for found, expected in steps:
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert model.plan.engine == "parts"

@@ -375,12 +375,25 @@ class Kind:
         outputs = set(tasks[self.captured.lowered.loss].inputs)
         return any(outputs.intersection(task.inputs) for task in tasks if task.phase != "loss")
 
-    @property
-    def least_kept(self) -> StepCode:
-        """Functions of the program that keeps least, and nothing in a tier."""
-        options = self.options(is_held=False)
-        plain = [k for k, option in enumerate(options) if not option.tier_bytes]
-        return self.emitted(min(plain, key=lambda k: options[k].kept_bytes))
+    def in_place_of(self, planned: Option | None, is_held: bool) -> int:
+        """Return the number of the program that passes the needs of a planned one by least.
+
+        It has nothing in a tier. Without a planned one, it is the program that keeps least.
+        """
+        options = self.options(is_held)
+
+        def excess(k: int) -> tuple[int, int]:
+            option = options[k]
+            if planned is None:
+                return option.kept_bytes, 0
+            more = (
+                option.kept_bytes - planned.kept_bytes,
+                option.forward_bytes - planned.forward_bytes,
+                option.backward_bytes - planned.backward_bytes,
+            )
+            return max(0, *more), option.time_ns
+
+        return min((k for k, o in enumerate(options) if not o.tier_bytes), key=excess)
 
     def options(self, is_held: bool) -> list[Option]:
         """Return the needs of each program."""

@@ -23,6 +23,7 @@ from rotor.engines.parts.plan import PartsPlan, choose_within, without_bases
 from rotor.engines.proofs import StepProof
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import least_bytes, peak_of, simulate
+from rotor.meter.allocator import MeterBusyError
 from rotor.meter.step_meter import StepWatch
 from rotor.units import exact_bytes
 
@@ -145,16 +146,35 @@ class PiecesStep:
             has_parts = next(module.children(), None) is not None
             if not torch.is_grad_enabled() or not has_parts:
                 return forward(*args, **kwargs)
-            output, failed = None, "now"
-            with self._others.paused(), self._replaced.paused():
-                signature = call_signature(args, kwargs)
-                path = pieces.uncalled_modules[module]
-                kind = pieces.captures.kind_of(path, module, signature, args, kwargs)
-                if isinstance(kind, Kind):
-                    output, failed = self._call(kind, kind.least_kept, module, args, kwargs)
+            path = pieces.uncalled_modules[module]
+            output, failed = self._call_as_found(path, module, args, kwargs)
             return forward(*args, **kwargs) if failed else output
 
         return run
+
+    def _call_as_found(
+        self, path: str, module: nn.Module, args: Any, kwargs: Any, k: int | None = None
+    ) -> tuple[Any, str]:
+        """Return the output of a call that is not in the plan, captured now, and whether it failed.
+
+        It needs what was planned for call `k`, if possible.
+        """
+        with self._others.paused(), self._replaced.paused():
+            signature = call_signature(args, kwargs)
+            try:
+                captures = self._plan.parts.captures
+                kind = captures.kind_of(path, module, signature, args, kwargs)
+            except MeterBusyError:
+                return None, "now"  # An operation is not known yet, and the step is being metered.
+            if isinstance(kind, Kind):
+                is_held, planned = False, None
+                if k is not None:
+                    site = self._plan.parts.sites[k]
+                    is_held = site.is_held
+                    planned = site.kind.options(is_held)[self._plan.choice[k]]
+                emitted = kind.emitted(kind.in_place_of(planned, is_held))
+                return self._call(kind, emitted, module, args, kwargs)
+        return None, "now"
 
     def _runner(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +211,10 @@ class PiecesStep:
         if failed:
             site.failed = failed == "for good"
             self._plan.parts.is_stale = True
-            return forward(*args, **kwargs)
+            if not site.failed:
+                # The code has taken another branch than when it was captured.
+                output, failed = self._call_as_found(site.path, site.module, args, kwargs, k)
+            return forward(*args, **kwargs) if failed else output
         return output
 
     def _call(
