@@ -7,6 +7,7 @@ caller's own; then everything is as it was before the call.
 
 from __future__ import annotations
 
+import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, dispatch
 from rotor.common.frames import reported
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch, is_library
@@ -28,6 +29,7 @@ from rotor.errors import InfeasibleError, RecomputationError
 from rotor.meter.allocator import MeterBusyError, storage_bytes
 from rotor.tier.offload import UnreachableError
 from rotor.units import exact_bytes
+from rotor.wrapper.usage_warnings import refuse_unmeasured, warn_unmeasured
 
 TAKEN_OVER = (
     "The dynamic engine keeps the limit: from now on it runs the model, evicts and recomputes "
@@ -45,6 +47,9 @@ _ANSWERS = (
     Warning,
 )
 """Errors that are for the caller, whoever raises them."""
+
+planning = threading.RLock()
+"""Measuring and planning patch PyTorch for the whole process: one thread at a time does."""
 
 _SMALL_BYTES = 1 << 16
 """Bytes up to which a buffer is copied before the first step of an engine."""
@@ -226,6 +231,25 @@ class Attempts:
         finally:
             # An error in its own frames would keep the arguments of the step.
             del refusal
+
+    def unmeasured(
+        self, driver: Any, key: Key, call: Call, busy: MeterBusyError
+    ) -> tuple[Engine | None, Any]:
+        """Return an engine for a step that cannot be measured now, and its plan; warn of it.
+
+        ``None`` twice for plain PyTorch. Raises the error if another engine was asked for by name.
+        """
+        context, found = driver.context, (None, None)
+        may_choose = refuse_unmeasured(context, busy)
+        if may_choose and context.settings.counts == "allocated":
+            limit_bytes = driver.limits.limit_on(context.device_of(call), context.latest)
+            with dispatch.keys_kept(), planning:
+                try:
+                    found = driver.order.standby(key, call, limit_bytes, str(busy))
+                except Exception as error:  # Whatever it is, the plain model says it better.
+                    traceback.clear_frames(error.__traceback__)
+        warn_unmeasured(context, busy, is_limited=found[1] is not None)
+        return found
 
     def after_refusal(self, driver: Any, key: Key, call: Call, error: Exception) -> Exception:
         """Return what to raise after the last engine's refusal: a step's own error, if any."""

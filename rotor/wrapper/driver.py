@@ -44,7 +44,7 @@ from rotor.meter import allocator
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
-from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, is_of_forward
+from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, is_of_forward, planning
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import end_after_error, observer_of_step
@@ -60,7 +60,6 @@ from rotor.wrapper.usage_warnings import (
     warn_of_later_code,
     warn_of_measuring,
     warn_of_searches,
-    warn_unmeasured,
 )
 
 
@@ -218,7 +217,7 @@ class Driver:
             self.forget(key)
             self.context.refusals.pop(key.measured, None)
             try:
-                with dispatch.keys_kept(), _planning, self._announcer.timed(), step_of_this_thread:
+                with dispatch.keys_kept(), planning, self._announcer.timed(), step_of_this_thread:
                     return self._attempts.run(self, call, self._measured, measures=True)
             except NothingToPlan:
                 raise ValueError(
@@ -432,12 +431,11 @@ class Driver:
     def _step(self, call: Call) -> Any:
         key, is_one_behind = self._agreed_key(call)
         self._attempts.asked, absent = key, key.absent
-        failed: Exception | None = None
+        failed, standby = None, None
         try:
             plan = self._ready(key, call, is_one_behind=is_one_behind)
         except allocator.MeterBusyError as error:
-            warn_unmeasured(self.context, error)
-            plan = None
+            standby, plan = self._attempts.unmeasured(self, key, call, error)
         except Exception as error:
             if not is_of_forward(error, self.context, call):
                 raise
@@ -454,14 +452,16 @@ class Driver:
                 del failed
         if plan is None:
             return self.plain(call)
+        if self.is_pending():
+            self._warn_pending(plan.limit_bytes)
+        if standby is not None:
+            return self._run(plan, call, absent, standby)
         if plan is not self.context.latest and plan.key in self.context.plans:
             # Plans are kept in the order of their last use.
             self.context.plans[plan.key] = self.context.plans.pop(plan.key)
         self.context.latest, self.context.latest_key = plan, plan.key
         self._announcer.log_plan(plan)
         key = plan.key
-        if self.is_pending():
-            self._warn_pending(plan.limit_bytes)
         begun = time.perf_counter()
         try:
             return self._run(plan, call, absent)
@@ -496,7 +496,6 @@ class Driver:
         is_stale = verdict is Verdict.REMEASURE
         if is_stale:
             plan = None
-            del plans[key]
         if plan is not None:
             plan.expect(self.context)
             if self.context.peers.ranks is None and self.limits.is_outgrown(plan):
@@ -515,9 +514,7 @@ class Driver:
         if key.measured in self._unplanned:
             return None
         planned = self._announcer.timed()
-        with dispatch.keys_kept(), _planning, planned, allocator.highest_peak() as peak_bytes:
-            if is_lost:
-                plans.pop(key, None)
+        with dispatch.keys_kept(), planning, planned, allocator.highest_peak() as peak_bytes:
             if wants_measure:
                 is_stale |= self.context.peers.ranks is not None
                 try:
@@ -525,7 +522,9 @@ class Driver:
                 except NothingToPlan:
                     self._unplanned.add(key.measured)
                     return None
-                key = self.context.refined(key)
+            if is_lost:
+                plans.pop(key, None)
+            key = self.context.refined(key)
             old, make = plans.get(key), partial(self._make, key)
             plan = (
                 self._first(key, call) if old is None else self.order.owner(old).replan(old, make)
@@ -611,9 +610,6 @@ class Driver:
 
 
 _begun: weakref.WeakSet[Driver] = weakref.WeakSet()
-
-_planning = threading.RLock()
-"""Measuring and planning patch PyTorch for the whole process: one thread at a time does."""
 
 
 def _reference(module: nn.Module | None) -> Callable[[], nn.Module | None]:

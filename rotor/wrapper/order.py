@@ -30,6 +30,7 @@ class Order:
         """Engines that took steps over and have not announced it, each with the reason."""
         self.measured: set[Engine] = set()
         """Engines that have measured a step."""
+        self._standby: DynamicEngine | None = None
 
     def of(self, key: Key) -> Engine:
         """Return the engine that plans a kind of step."""
@@ -64,6 +65,26 @@ class Order:
         handed_over = self.refuse(key, call, reason)
         self.taken_over.clear()
         return handed_over
+
+    def standby(self, key: Key, call: Call, limit_bytes: int, reason: str) -> tuple[Engine, Any]:
+        """Return the engine that measures nothing, and its plan of a step.
+
+        Raises ValueError if it cannot run the model, and InfeasibleError.
+        """
+        context = self._context
+        if self._standby is None:
+            self._standby = DynamicEngine(context)
+        self._standby.check(context.settings.options)
+        before, device = context.refusals.get(key.measured), context.device_of(call)
+        context.refusals[key.measured] = Refusal(0, device, reason, {})
+        try:
+            plan = self._standby.plan(key, limit_bytes)
+            plan.key = key
+            if key.measured not in plan.accepted:
+                self._standby.try_out(key, call)
+        finally:
+            self.hand_back(key, before)
+        return self._standby, plan
 
     def ask_again(self) -> None:
         """Return steps that were too large for a chain, before another limit."""

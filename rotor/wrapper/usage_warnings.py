@@ -87,18 +87,33 @@ def runs_first(context: Context) -> bool:
     return True
 
 
-def warn_unmeasured(context: Context, error: MeterBusyError) -> None:
-    """Warn of a step of plain PyTorch, as it cannot be measured yet; raise if an engine is set."""
-    text = f"this step ran without a limit: {error}"
+def refuse_unmeasured(context: Context, error: MeterBusyError) -> bool:
+    """Return whether a step that cannot be measured now may run all the same; raise otherwise.
+
+    False: only as plain PyTorch, since another engine was asked for by name.
+    """
     is_named = context.settings.engine != "auto" or context.peers.ranks is not None
+    if isinstance(error, UncountedError) or (is_named and not isinstance(error, OtherThreadError)):
+        raise error
+    return not is_named
+
+
+def warn_unmeasured(context: Context, error: MeterBusyError, *, is_limited: bool) -> None:
+    """Warn of a step that another engine runs, or plain PyTorch, as it cannot be measured now."""
+    text = f"this step {'was not planned' if is_limited else 'ran without a limit'}: {error}"
     if isinstance(error, OtherThreadError):
         warn_caller(text, MemoryLimitWarning)
-    elif is_named or isinstance(error, UncountedError):
-        raise error
+    elif is_limited:
+        context.warn(
+            "unmeasured, limited",
+            f"this step was not planned: {error}. Until then the dynamic engine runs such steps: "
+            "it evicts and recomputes while they run",
+        )
     else:
         context.warn(
             "unmeasured",
-            f"{text}. Until then such steps run as plain PyTorch, {_unlimited(context)}",
+            f"this step ran without a limit: {error}. Until then such steps run as plain PyTorch, "
+            f"{_unlimited(context)}",
         )
 
 

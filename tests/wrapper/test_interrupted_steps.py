@@ -343,7 +343,7 @@ def test_a_meter_around_the_first_step_is_refused_in_words_and_nothing_stays(eng
 
 @pytest.mark.parametrize("around", [torch.profiler.profile, lambda: memory.meter("cpu")])
 @pytest.mark.parametrize("make", [nn.Sequential, Row])
-def test_steps_within_a_profiler_are_plain_until_it_has_gone(make, around, monkeypatch, tmp_path):
+def test_steps_within_a_profiler_are_dynamic_until_it_has_gone(make, around, monkeypatch, tmp_path):
     monkeypatch.setenv("ROTOR_CACHE_DIR", str(tmp_path))
     plain = make(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
     net = copy.deepcopy(plain)
@@ -358,5 +358,38 @@ def test_steps_within_a_profiler_are_plain_until_it_has_gone(make, around, monke
             assert (chk.plan is None) == (number < 2)
             for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
                 assert torch.equal(mine.grad, other.grad)
-    (text,) = [str(one.message) for one in told if one.category is rotor.MemoryLimitWarning]
-    assert "plain PyTorch, and nothing keeps the limit of 1 GiB (1073741824 bytes)" in text
+    texts = [str(one.message) for one in told if one.category is rotor.MemoryLimitWarning]
+    assert len(texts) == 2
+    assert any("the dynamic engine runs such steps" in text for text in texts)
+    assert any("this step's memory was not measured" in text for text in texts)
+
+
+@pytest.mark.parametrize("make", [nn.Sequential, Row])
+def test_a_step_that_cannot_be_measured_or_run_dynamically_is_told_of(make):
+    net = make(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
+    chk = rotor.Checkpointable(net, mem_limit=1)
+    with (
+        memory.meter("cpu"),
+        pytest.warns(rotor.MemoryLimitWarning, match=r"plain PyTorch, and nothing keeps the limit"),
+    ):
+        chk(torch.randn(20, 24)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("is_sequential", [True, False])
+def test_a_step_that_cannot_be_measured_keeps_the_limit(is_sequential):
+    torch.manual_seed(0)
+    plain = blocks(depth=6) if is_sequential else Loop(depth=6)
+    (x,) = rows()
+    with memory.meter("cpu") as meter:
+        plain(x).square().mean().backward()
+    expected = [p.grad.clone() for p in plain.parameters()]
+    limit = int(0.75 * meter.peak_bytes)
+    net = copy.deepcopy(plain)
+    chk = rotor.Checkpointable(net, mem_limit=limit)
+    for _ in range(2):
+        net.zero_grad()
+        with memory.meter("cpu", existing=()) as meter:
+            chk(x).square().mean().backward()
+        assert meter.peak_bytes <= limit
+        assert all(map(torch.equal, [p.grad for p in net.parameters()], expected))
