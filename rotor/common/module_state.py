@@ -55,6 +55,8 @@ _MOST_ENTRIES = 1000
 """Entries of a container of a library, such as a vocabulary, above which it is left unwatched."""
 _MOST_FOREIGN = 10_000
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset(_SCALARS)
+_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _WATCHED: tuple[type, ...] = (
     *(types.SimpleNamespace, argparse.Namespace, UserDict, UserList, weakref.WeakSet),
     *(queue.Queue, threading.Event, csv.DictWriter),
@@ -90,8 +92,14 @@ def is_library(name: str | None) -> bool:
 
 
 def is_scalar(value: Any) -> bool:
-    """Return whether a value cannot be changed, and holds no others."""
-    return isinstance(value, _SCALARS)
+    """Return whether a value cannot be changed, and holds no others, as attributes of its own."""
+    return type(value) in _PLAIN or (
+        isinstance(value, _SCALARS) and not _has_attributes(type(value))
+    )
+
+
+def _has_attributes(kind: type) -> bool:
+    return kind.__dictoffset__ != 0 or bool(slot_names(kind))
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -103,10 +111,19 @@ def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return False
     if isinstance(a, _SCALARS):
-        return a == b or repr(a) == repr(b)
+        is_equal = a == b or repr(a) == repr(b)
+        return is_equal and _same_entries(
+            getattr(a, "__dict__", None), getattr(b, "__dict__", None)
+        )
     if isinstance(a, tuple | list) and len(a) == len(b):
         return all(is_same(one, other) for one, other in zip(a, b, strict=True))
     return False
+
+
+def _same_entries(a: dict[str, Any] | None, b: dict[str, Any] | None) -> bool:
+    if not a or not b:
+        return not a and not b
+    return is_same(list(a), list(b)) and is_same(list(a.values()), list(b.values()))
 
 
 def _same_state(a: Any, b: Any) -> bool:
@@ -267,6 +284,7 @@ class Watch:
         self._cells: dict[Any, _Values | _Whole | _Mutable] = {}
         self._waiting: deque[tuple[str, Any, Place | None]] = deque()
         self._seen: set[int] = set()
+        self._attributed: set[int] = set()
         self._keep: list[Any] = []
         self._own: set[int] = set()
         self._slots: set[int] = set()
@@ -293,17 +311,19 @@ class Watch:
     # -- current state
 
     def _visit(self, name: str, value: Any, holder: Place | None) -> None:
-        if isinstance(value, _SCALARS) or value is MISSING:
+        if is_scalar(value) or value is MISSING:
             return
+        is_foreign = holder is not None and id(holder.owner) in self._foreign
         if isinstance(value, torch.Tensor):
             is_slot = holder is not None and id(holder.owner) in self._slots
             is_value = not isinstance(value, nn.Parameter) and value.grad_fn is None
             if is_value and self._copies_tensors and not is_slot:
                 self._mutable(value, holder)
+            if not is_foreign:
+                self._tensor(name, value)
             return
         if id(value) in self._seen:
             return
-        is_foreign = holder is not None and id(holder.owner) in self._foreign
         if is_foreign and (len(self._foreign) > _MOST_FOREIGN or not _is_followed(value)):
             return
         self._seen.add(id(value))
@@ -313,6 +333,14 @@ class Watch:
         self._found(name, value, holder, is_foreign=is_foreign)
         if not isinstance(value, nn.Module | _CODE):
             self._attributes(name, value, is_foreign=is_foreign)
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        # Attributes of the kinds of tensors that libraries define are their own state.
+        if type(tensor) in _TENSORS or not is_library(type(tensor).__module__):
+            slots = vars(tensor)
+            if id(slots) not in self._attributed:
+                self._attributed.add(id(slots))
+                self._values(name, slots, Entry, lambda: list(slots))
 
     def _found(self, name: str, value: Any, holder: Place | None, *, is_foreign: bool) -> None:
         if isinstance(value, nn.Module):
@@ -508,7 +536,7 @@ class Watch:
                     parts = core.strided_parts(held) if storages else ()
                     if any(core.storage_identity(part) in storages for part in parts):
                         waiting.append(place.identity)
-                else:
+                if not is_scalar(held):
                     holders[id(getattr(held, "__dict__", held))].append(place.identity)
         waiting += [place.identity for place in self.changed()]
         # Entries that each run makes under another key are no preparation.

@@ -115,7 +115,9 @@ def _reachable(value: Any) -> list[Any]:
         item = waiting.pop()
         if id(item) not in found:
             found[id(item)] = item
-            if not isinstance(item, (torch.Tensor, *_SHARED)):
+            if isinstance(item, torch.Tensor):
+                waiting += vars(item).values()
+            elif not isinstance(item, _SHARED):
                 waiting += gc.get_referents(item)
     return list(found.values())
 
@@ -177,12 +179,17 @@ def copied_arguments(value: Any, *, copies_tensors: bool = False) -> Any:
     """
     kept = _reachable(value)
     memo: dict[int, Any] = {}
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
     for item in kept:
         if isinstance(item, torch.Tensor):
             memo[id(item)] = _copy(item) if copies_tensors else _alias(item)
+            tensors.append((item, memo[id(item)]))
         elif isinstance(item, _SHARED):
             memo[id(item)] = item
     try:
+        for tensor, made in tensors:
+            if made is not tensor and type(made) is torch.Tensor:
+                vars(made).update(copy.deepcopy(vars(tensor), memo))
         return copy.deepcopy(value, memo)
     except Exception as error:
         raise Untriable(
@@ -248,8 +255,12 @@ class Trial:
     ) -> None:
         roots = [("the model", roots)] if isinstance(roots, nn.Module) else list(roots)
 
+        self.arguments = copied_arguments(arguments)
+        given = [item for item in _reachable(self.arguments) if isinstance(item, torch.Tensor)]
         slots_of = partial(core.slots_of_module, with_parameters=not is_sharded)
-        self._watch = Watch(roots, copies_tensors=not is_guarded, slots_of=slots_of)
+        # Attributes of tensors that are given as they are belong to the caller.
+        watched = [*roots, *(("an argument", tensor) for tensor in given if tensor.requires_grad)]
+        self._watch = Watch(watched, copies_tensors=not is_guarded, slots_of=slots_of)
         if self._watch.generators:
             raise Untriable(
                 f"{self._watch.generators[0]} is a running generator (a function with yield), "
@@ -262,10 +273,8 @@ class Trial:
                 "measuring would write and which nothing can set back: keep an open file or an "
                 'io.StringIO there, or use engine="dynamic", which measures nothing'
             )
-        self.arguments = copied_arguments(arguments)
         modules = [m for _, root in roots if isinstance(root, nn.Module) for m in root.modules()]
         self._modules = [(m, type(m), m.training) for m in dict.fromkeys(modules)]
-        given = [item for item in _reachable(self.arguments) if isinstance(item, torch.Tensor)]
         self._given = {
             core.storage_identity(part) for tensor in given for part in core.strided_parts(tensor)
         }

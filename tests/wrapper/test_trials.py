@@ -450,6 +450,8 @@ OWNED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "chain": (lambda: itertools.chain([1, 2], map(float, range(3, 9))), next),
     "cell": (lambda: types.CellType(0), one_more("cell_contents")),
     "keys": (dict, counted_by_keys),
+    "tensor": (lambda: torch.ones(1), one_more()),
+    "parameter": (lambda: nn.Parameter(torch.ones(1)), one_more()),
 }
 
 
