@@ -316,6 +316,10 @@ class Trial:
         """Return whether no other mode of PyTorch was entered since."""
         return self._writes.is_innermost()
 
+    def changes_state(self) -> bool:
+        """Return whether state of the modules outside parameters and buffers is another now."""
+        return bool(self._watch.changed())
+
     def undo_writes(self) -> None:
         """Restore the bytes of tensors."""
         self._writes.undo()

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +21,9 @@ import torch
 from rotor._pytorch import core
 from rotor.algorithms.curve import Curve
 from rotor.common.frames import release
-from rotor.common.tensor_trees import NotPassedOn
-from rotor.common.undisturbed import Untriable, training_flags_kept
+from rotor.common.tensor_trees import NotPassedOn, tree_tensors
+from rotor.common.undisturbed import Untriable, training_flags_kept, trial
+from rotor.engines.chain.ends import peak_estimate
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.stages import made_gradients, shared_parameters
@@ -160,6 +163,7 @@ class SequentialEngine(ChainEngine):
         self._compared: dict[Key, Comparison] = {}
         self._hoped: dict[Key, float] = {}
         self._settled: set[Key] = set()
+        self._due: set[Any] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         empty: dict[str, Any] = {name: {} for name in ("others", "_samples", "_compared", "_hoped")}
@@ -189,7 +193,11 @@ class SequentialEngine(ChainEngine):
     # -- measuring
 
     def measure(self, key: Key, call: Call) -> Any:
-        """Measure every stage; keep the form of the call, for a capture."""
+        """Measure every stage; keep the form of the call, for a capture.
+
+        Where a training step has to recompute, its graph is captured instead. If that recomputes
+        too when its search has ended, the stages are measured then.
+        """
         engine = self.others.get("parts")
         parts = engine.pieces.get(key) if isinstance(engine, _ChainParts) else None
         if parts is not None and parts.wants_search:
@@ -198,6 +206,8 @@ class SequentialEngine(ChainEngine):
         leaves, spec = core.tree_flatten((call.args, call.targets))
         self._samples[key.measured] = [_described(leaf) for leaf in leaves], spec
         self._take_back_reasons(key.measured)
+        if self._begins_with_graph(key, call):
+            return None
         try:
             return super().measure(key, call)
         except (NotPassedOn, Untriable) as error:
@@ -209,10 +219,53 @@ class SequentialEngine(ChainEngine):
         """Drop the measures of an input."""
         super().forget(measured)
         self._samples.pop(measured, None)
+        self._due.discard(measured)
         self._take_back_reasons(measured)
         self._settled = {key for key in self._settled if key.measured != measured}
         for other in self.others.values():
             other.forget(measured)
+
+    def device_of(self, key: Key) -> torch.device | None:
+        """Return the device of the stages, or of the graph; ``None`` before either is known."""
+        found, graph = super().device_of(key), self.others.get("graph")
+        return graph.device_of(key) if found is None and graph is not None else found
+
+    def _begins_with_graph(self, key: Key, call: Call) -> bool:
+        """Capture the graph of a step that has to recompute; return whether there is one.
+
+        The chain comes first where stages change state that is no tensor of the model.
+        """
+        context, limit = self.context, self.settings.mem_limit
+        is_free = context.is_stepping and context.may_improve_plans() and self._sharding is None
+        if limit is None or not is_free or self._is_asked_for_chain(key):
+            return False
+        if not self.settings.preserve_rng_state:
+            return False
+        parameters = list(context.module.parameters())
+        try:
+            with trial(context.module, call.arguments, context.device_of(call)) as made:
+                args, kwargs = made.arguments
+                forward = partial(context.module.forward, *args, **kwargs)
+                needed = peak_estimate(forward, parameters, tree_tensors(made.arguments))
+                is_closed = not made.changes_state()
+        except Exception:
+            # Measuring the chain meets and words what is wrong.
+            return False
+        if needed <= limit or not is_closed:
+            return False
+        try:
+            self._measure_by(self._other("graph"), key)
+        except CannotPlan as refused:
+            context.lacking["graph"][key.measured] = refused.line
+            return False
+        return True
+
+    def _inspected(self, key: Key) -> Inspection:
+        """Return the measure of a kind of step, measured now if its graph came first."""
+        if key.measured not in self._inspections:
+            with self._sample_call(key) as call:
+                super().measure(key, call)
+        return super()._inspected(key)
 
     def _take_back_reasons(self, measured: Any) -> None:
         for reasons in self.context.lacking.values():
@@ -236,6 +289,9 @@ class SequentialEngine(ChainEngine):
         self, key: Key, limit_bytes: int, reserve_bytes: int = 0, *, is_strict: bool = False
     ) -> Any:
         """Return the plan with the least recomputation, of a chain, a graph or parts."""
+        first = self._graph_alone(key, limit_bytes, reserve_bytes)
+        if first is not None:
+            return first
         chain, refusal = None, None
         try:
             chain = super().plan(key, limit_bytes, reserve_bytes, is_strict=is_strict)
@@ -270,6 +326,18 @@ class SequentialEngine(ChainEngine):
         for offer in offers:
             logger.info("compared: %s %s", offer.name, offer.prediction)
         return chosen.plan
+
+    def _graph_alone(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
+        """Return the graph's plan where the chain is not measured yet; ``None`` to measure it."""
+        is_due = key.measured in self._inspections or key.measured in self._due
+        if is_due or "graph" not in self.others or self._is_asked_for_chain(key):
+            return None
+        rival = self.context.lacking["graph"].get(key.measured, self.others["graph"])
+        offer, _ = self._offer("graph", rival, key, limit_bytes, reserve_bytes)
+        if offer.plan is not None:
+            told = {"chain": "measured if the graph recomputes at last", "graph": offer.prediction}
+            self._compared[key] = Comparison("graph", told)
+        return offer.plan
 
     def _agreed(self, value: Any) -> Any:
         """Return the first rank's value where ranks plan together."""
@@ -346,7 +414,7 @@ class SequentialEngine(ChainEngine):
             return "not captured: ranks run one schedule"
         if key.measured not in self._samples:
             return "not captured: the stages were measured at other sizes only"
-        if any(stage.state for stage in self._inspections[key.measured].stages):
+        if any(stage.state for stage in self._inspected(key).stages):
             return "not captured: stages change state that is no tensor of the model"
         if not self.settings.preserve_rng_state:
             return "not captured: it always repeats random numbers, see preserve_rng_state"
@@ -375,13 +443,7 @@ class SequentialEngine(ChainEngine):
         """Measure a kind of step by another engine, unless it has been."""
         if engine.device_of(key) is not None:
             return
-        module = self.context.module
-        with training_flags_kept(module), torch.enable_grad():
-            if not module.training:
-                module.train()
-            call = self._sample_call(key)
-            if self._sharding is None and self.key(call).measured != key.measured:
-                raise CannotPlan(ValueError("modes changed since the stages were measured"))
+        with self._sample_call(key) as call:
             try:
                 engine.measure(key, call)
             except NoBlocks as error:
@@ -389,11 +451,19 @@ class SequentialEngine(ChainEngine):
             except (NothingToPlan, allocator.MeterBusyError) as error:
                 raise CannotPlan(ValueError(str(error) or "nothing to plan")) from None
 
-    def _sample_call(self, key: Key) -> Call:
-        """Return a call of the measured form; with the measured tensors where these still exist."""
+    @contextmanager
+    def _sample_call(self, key: Key) -> Iterator[Call]:
+        """Give a call of the measured form; with the measured tensors where these still exist."""
         leaves, spec = self._samples[key.measured]
-        args, targets = core.tree_unflatten([_made_up(leaf) for leaf in leaves], spec)
-        return Call(args, {}, targets)
+        module = self.context.module
+        with training_flags_kept(module), torch.enable_grad():
+            if not module.training:
+                module.train()
+            args, targets = core.tree_unflatten([_made_up(leaf) for leaf in leaves], spec)
+            call = Call(args, {}, targets)
+            if self._sharding is None and self.key(call).measured != key.measured:
+                raise CannotPlan(ValueError("modes changed since the stages were measured"))
+            yield call
 
     def remarks(self, plan: Any, key: Key | None) -> list[Any]:
         """Return a table of the compared plans."""
@@ -429,7 +499,11 @@ class SequentialEngine(ChainEngine):
         found = plan if owner is None else owner.improved(plan, call)
         if found.engine == "graph" and found.planning.is_final:
             slower = found.program.slowdown - 1
-            if slower > self._hoped.pop(found.key, _NEVER) + WORTH:
+            if found.key.measured not in self._inspections:
+                if slower > WORTH:
+                    self._due.add(found.key.measured)
+                    found.outdated = True
+            elif slower > self._hoped.pop(found.key, _NEVER) + WORTH:
                 told = self._compared[found.key].predictions
                 told = told | {"graph": _prediction(found.makespan, slower)}
                 self._compared[found.key] = Comparison("chain", told)

@@ -12,6 +12,10 @@ from zoo.models import Branching, FeedForward
 
 import rotor
 from rotor.algorithms import Persistent
+from rotor.engines.chain.engine import ChainEngine
+from rotor.engines.contract import CannotPlan
+from rotor.engines.graph.engine import GraphEngine
+from rotor.errors import InfeasibleError
 
 
 def feed_forward(width=32, layers=6):
@@ -44,10 +48,83 @@ def check_steps(chk, model, steps):
         assert chk.plan.measured_bytes <= chk.mem_limit
 
 
+def settle(chk, model):
+    for _ in range(3):  # What a step has shown may begin another search.
+        assert chk.wait_for_planning()
+        check_steps(chk, model, 1)
+
+
 def rows_of(chk):
     lines = chk.report().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("compared"))
     return {line.split()[0]: line for line in lines[start + 2 :] if line.strip()}
+
+
+@pytest.fixture
+def chain_first(monkeypatch):
+    """Have the stages measured before a graph is captured, as if nothing had to recompute."""
+    monkeypatch.setattr("rotor.engines.sequential.peak_estimate", lambda *_: 0)
+
+
+@pytest.fixture
+def measured_chains(monkeypatch):
+    """Give the numbers of stages whose measures chains have made."""
+    found, measure = [], ChainEngine.measure
+
+    def noted(engine, key, call):
+        inspection = measure(engine, key, call)
+        found.append(len(inspection.stages))
+        return inspection
+
+    monkeypatch.setattr(ChainEngine, "measure", noted)
+    return found
+
+
+def test_a_step_that_recomputes_begins_with_the_graph(measured_chains):
+    model = feed_forward()
+    limit = limit_of(model, 0.4)
+    measured_chains.clear()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit, effort="fast")
+    check_steps(chk, model, 1)
+    assert chk.plan.engine == "graph"
+    assert not measured_chains
+    assert "measured if" in rows_of(chk)["chain"]
+    settle(chk, model)
+    assert measured_chains == [6]
+    assert "recomputed" in rows_of(chk)["chain"]
+    check_steps(chk, model, 2)
+    assert measured_chains == [6]
+
+
+def test_a_graph_that_recomputes_nothing_needs_no_chain(measured_chains, monkeypatch):
+    monkeypatch.setattr("rotor.engines.sequential.peak_estimate", lambda *_: 1 << 60)
+    model = feed_forward()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit="1GB")
+    check_steps(chk, model, 1)
+    settle(chk, model)
+    assert chk.plan.engine == "graph"
+    assert not measured_chains
+    # The published method asks for a schedule.
+    found = chk.compute_sequence(mem_limit="1GB")
+    assert isinstance(found, rotor.algorithms.sequence.Sequence)
+    assert measured_chains == [6]
+    check_steps(chk, model, 1)
+    assert chk.plan.engine == "chain"
+
+
+@pytest.mark.parametrize("error", [CannotPlan(ValueError("no graph")), InfeasibleError("none", 1)])
+def test_where_the_graph_has_no_plan_the_chain_is_measured(error, measured_chains, monkeypatch):
+    def plan(*_, **__):
+        raise error
+
+    monkeypatch.setattr(GraphEngine, "plan", plan)
+    model = feed_forward()
+    limit = limit_of(model, 0.6)
+    measured_chains.clear()
+    chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit)
+    check_steps(chk, model, 2)
+    assert measured_chains == [6]
+    assert chk.plan.engine != "graph"
 
 
 @pytest.mark.parametrize("share", [0.7, 0.5])
@@ -69,15 +146,13 @@ def test_the_plan_with_less_recomputation_runs(share):
     assert all("recomputed" in row for row in rows.values())
 
 
-def test_the_chain_runs_again_where_a_graphs_search_finds_too_little(monkeypatch):
+def test_the_chain_runs_again_where_a_graphs_search_finds_too_little(chain_first, monkeypatch):
     monkeypatch.setattr("rotor.engines.sequential.WORTH", -10.0)
     model = feed_forward()
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit=limit_of(model, 0.5), effort="fast")
     check_steps(chk, model, 1)
     assert chk.plan.engine == "graph"
-    for _ in range(3):  # What a step has shown may begin another search.
-        assert chk.wait_for_planning()
-        check_steps(chk, model, 1)
+    settle(chk, model)
     assert chk.plan.engine == "chain"
     assert "recomputed" in rows_of(chk)["graph"]
     assert rows_of(chk)["chain"].endswith("runs")
@@ -183,7 +258,7 @@ def test_parts_that_need_more_than_the_limit_in_a_step_are_a_chain_again(monkeyp
     assert "in a step" in rows_of(chk)["parts"]
 
 
-def test_a_limit_below_the_chain_is_held_by_the_graph():
+def test_a_limit_below_the_chain_is_held_by_the_graph(chain_first):
     torch.manual_seed(0)
     norm = nn.utils.parametrizations.spectral_norm
     model = nn.Sequential(

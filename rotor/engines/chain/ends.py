@@ -6,6 +6,7 @@ of earlier stages: a stage may ask. Large outputs are handed on by a node that k
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -117,3 +118,41 @@ def _refuse(_: None) -> torch.Tensor:
 
 keeping_nothing = partial(saved_tensors_hooks, _drop, _refuse)
 """Context in which graphs are recorded that keep no tensors."""
+
+
+def peak_estimate(
+    forward: Callable[[], Any], parameters: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> int:
+    """Return roughly the bytes of a step without recomputation; the forward runs, and keeps none.
+
+    They are those of the saved tensors other than the parameters and `others`, and the gradients
+    that the backward has made by then; two of them, as large as a saved tensor, are in flight.
+    """
+    gradients = {
+        core.storage_identity(p): p.nbytes if p.requires_grad and p.grad is None else 0
+        for p in parameters
+    }
+    known = set(map(core.storage_identity, others))
+    references: list[Any] = []
+    saved: list[tuple[int, int]] = []
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> None:
+        nonlocal kept
+        for part in core.strided_parts(tensor):
+            place = core.storage_identity(part)
+            if place in gradients:
+                saved.append((kept, gradients[place]))
+            elif place not in known:
+                known.add(place)
+                references.append(core.storage_reference(part))
+                kept += part.untyped_storage().nbytes()
+                saved.append((kept + 2 * part.untyped_storage().nbytes(), 0))
+
+    with saved_tensors_hooks(keep, _refuse), torch.enable_grad():
+        forward()
+    peak, grown = 0, 0
+    for level, gradient in reversed(saved):
+        grown += gradient
+        peak = max(peak, level + grown)
+    return peak

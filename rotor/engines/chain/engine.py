@@ -283,6 +283,10 @@ class ChainEngine(PublishedChain, MeteredEngine):
             parse_bytes(mem_limit)
         return self._chain(self.context.measured_key())
 
+    def _inspected(self, key: Key) -> Inspection:
+        """Return the measure of a kind of step."""
+        return self._inspections[key.measured]
+
     def cost_model(self) -> Chain:
         """Return the cost model of the latest measure; raise ValueError before one."""
         return self.build_chain()
@@ -290,7 +294,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def _chain(
         self, key: Key, loss_bytes: int | None = None, *, holds_output: bool = True
     ) -> Chain:
-        inspection = known_growth(self.watches, self._inspections[key.measured])
+        inspection = known_growth(self.watches, self._inspected(key))
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = self._flags.lacking_gradient(key.absent)
         # Autograd adds up the gradients of several stages before it adds to an existing one.
@@ -343,7 +347,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if key.measured in self._loaded:
             loaded = self._loaded[key.measured]
             algorithm = LoadedSequence(loaded, None if is_strict else algorithm)
-        inspection, ranks = self._inspections[key.measured], self.context.peers.ranks
+        inspection, ranks = self._inspected(key), self.context.peers.ranks
         options = dict(self.settings.algorithm_options)
         if self.settings.mem_slots is not None:
             options.setdefault("mem_slots", self.settings.mem_slots)
@@ -422,7 +426,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
         """Return step time against limit, for all limits."""
         del points
-        chain, inspection = self._chain(key), self._inspections[key.measured]
+        chain, inspection = self._chain(key), self._inspected(key)
         with progress(1, "computing the curve") as update:
             find = getattr(self.algorithm, "curve", partial(curve_of_solutions, self.algorithm))
             curve = find(chain, progress=update)
