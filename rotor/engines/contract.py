@@ -200,6 +200,8 @@ class Settings:
         Engine of captured graphs, if not the default one.
     offload
         Second tier; ``None`` for none.
+    asks_for_schedule
+        True once a schedule of a chain was asked for.
     options, given_options
         Options of the plans: those of the constructor, and those of the latest `compute_sequence`.
 
@@ -224,6 +226,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
     algorithm_options: dict[str, Any] = field(default_factory=dict)
+    asks_for_schedule: bool = False
     unsuited: dict[str, str] = field(default_factory=dict)
     graph_class: Any = None
     budget: int | None = None
@@ -414,7 +417,10 @@ class Engine(ABC):
     depends_on_structure: ClassVar[bool] = True
     """True to drop measures and plans when modules or parameters of the model are exchanged."""
     plans_ahead: ClassVar[bool] = True
-    """True if a plan is known before the first step under it."""
+    """True if a plan is known before the first step under it; else a plan comes before a measure,
+    which tries a step."""
+    has_schedules: ClassVar[bool] = False
+    """True if an algorithm finds a schedule; else plans have options alone."""
     is_portable = False
     """True if measures and plans hold for a copy of the model."""
     others: Mapping[str, Engine] = MappingProxyType({})
@@ -452,7 +458,8 @@ class Engine(ABC):
         """Measure such a step, leaving no trace; return the measure.
 
         Raises CannotPlan if another engine has to plan this call, Unsuited if another has to plan
-        every call, and NothingToPlan if no gradient is needed.
+        every call, and NothingToPlan if no gradient is needed. An engine that does not plan ahead
+        tries a step under its plan, and raises InfeasibleError if that does not keep the limit.
         """
 
     @abstractmethod
@@ -481,22 +488,12 @@ class Engine(ABC):
         """Return the plan of the next step: a better one if a background search has found it."""
         return plan
 
-    def choose(self, algo: Any, options: dict[str, Any]) -> None:
-        """Set the algorithm of the following plans, and their options beside the constructor's."""
-        given = options if algo is None else options | {"algo": algo}
-        self.check(given)
-        self.settings.options = self.settings.given_options | given
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+        """Return step time against limit, and the device of the steps.
 
-    def try_out(self, key: Key, call: Call) -> None:
-        """Raise InfeasibleError if this engine could not keep the limit of another's plan."""
-
-    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
-        """Return step time against limit, and the device of the steps."""
+        With `training` it is that of all plans that training may make, others' among them.
+        """
         raise ValueError(f"the {self.name} engine has no curve")
-
-    def training_curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
-        """Return the curve of the plans that training makes, if others are among them."""
-        return self.curve(key, points)
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
         """Return a saved plan of such steps."""

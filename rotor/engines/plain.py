@@ -55,9 +55,6 @@ class PlainEngine(Engine):
         """Return the device: nothing else matters."""
         return Key(self.context.device_of(call), ())
 
-    def measure(self, key: Key, call: Call) -> None:
-        """Measure nothing."""
-
     def forget(self, measured: Any) -> None:
         """Keep everything: this engine has no measures."""
 
@@ -74,7 +71,7 @@ class PlainEngine(Engine):
         reason = "; ".join(f"{name}: {text.splitlines()[0]}" for name, text in why.items())
         return PlainPlan(self.device_of(key), limit_bytes, reason)
 
-    def try_out(self, key: Key, call: Call) -> None:
+    def measure(self, key: Key, call: Call) -> None:
         """Raise the error of a forward, where one can be tried; the forward leaves no trace."""
         module, given = self.context.module, call.arguments
         try:

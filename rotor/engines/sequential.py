@@ -158,7 +158,6 @@ class SequentialEngine(ChainEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.others: dict[str, Any] = {}
-        self._is_asked = False
         self._samples: dict[Any, tuple[list[Any], Any]] = {}
         self._compared: dict[Key, Comparison] = {}
         self._hoped: dict[Key, float] = {}
@@ -272,11 +271,6 @@ class SequentialEngine(ChainEngine):
             reasons.pop(measured, None)
 
     # -- planning
-
-    def choose(self, algo: Any, options: dict[str, Any]) -> None:
-        """Set the algorithm of the following plans, which are schedules of the chain."""
-        super().choose(algo, options)
-        self._is_asked = True
 
     def begin_planning(self) -> None:
         """Forget loaded sequences and compiled programs."""
@@ -401,7 +395,7 @@ class SequentialEngine(ChainEngine):
         """Return whether a schedule was computed on request, or an option of chains was given."""
         settings = self.settings
         return (
-            self._is_asked
+            self.settings.asks_for_schedule
             or settings.algorithm is not None
             or bool(settings.algorithm_options)
             or settings.mem_slots is not None
@@ -470,13 +464,14 @@ class SequentialEngine(ChainEngine):
         compared = self._compared.get(plan.key)
         return [] if compared is None else [compared.table()]
 
-    def training_curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
-        """Return step time against limit of what training runs, on the clock of the chain.
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
+        """Return step time against limit of the chain, or of what training runs on its clock.
 
         Among ranks, which have to measure together, it is that of the chain.
         """
-        curve, device = self.curve(key, points)
-        if self._is_asked_for_chain(key) or self.context.peers.ranks is not None:
+        curve, device = super().curve(key, points)
+        is_alone = self._is_asked_for_chain(key) or self.context.peers.ranks is not None
+        if is_alone or not training:
             return curve, device
         ideal = float(curve.seconds[-1])
         found = list(zip(curve.bytes.tolist(), curve.seconds.tolist(), strict=True))

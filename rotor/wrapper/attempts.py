@@ -214,7 +214,7 @@ class Attempts:
                 raise refusal
             try:
                 plan = make()
-                order.of(key).try_out(key, call)
+                order.of(key).measure(key, call)
             except Exception as error:
                 order.hand_back(key, None)
                 context.plans.pop(key, None)

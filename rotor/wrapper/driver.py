@@ -49,7 +49,7 @@ from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import end_after_error, observer_of_step
 from rotor.wrapper.order import Order, unused_kinds
-from rotor.wrapper.setting import agree_to_share
+from rotor.wrapper.setting import agree_to_share, choose
 from rotor.wrapper.usage_warnings import (
     RerunNotes,
     is_seen_by_a_mode,
@@ -231,7 +231,7 @@ class Driver:
         if self._attempts.failures is not None and not engine.plans_ahead:
             # The sample itself may be the cause of the failures.
             self._make(key)
-            engine.try_out(key, call)
+            engine.measure(key, call)
         self.context.latest_key = self.context.refined(key)
         return found
 
@@ -258,11 +258,11 @@ class Driver:
         warn_of_checkpointing(self.context)
         while True:
             engine = self.order.of(key)
-            if engine.device_of(key) is not None and not again:
-                if not engine.plans_ahead and engine is self.engines[0]:
+            if not engine.plans_ahead or (engine.device_of(key) is not None and not again):
+                if not engine.plans_ahead and not again and engine is self.engines[0]:
                     if key not in self.context.plans:
                         self._make(key)
-                    engine.try_out(key, call)
+                    engine.measure(key, call)
                 return None
             try:
                 places = {tensor.device for tensor in tree_tensors(call.arguments)}
@@ -352,7 +352,7 @@ class Driver:
                 settings.options = settings.given_options | options
             else:
                 algorithm, slots = chosen
-                engine.choose(algorithm, options)
+                choose(engine, algorithm, options)
                 settings.mem_slots = slots or settings.mem_slots
             if limit_bytes is not None:
                 settings.mem_limit = limit_bytes
@@ -385,7 +385,7 @@ class Driver:
         key = self.context.measured_key() if engine.plans_ahead else Key(None, None)
         if key.measured is not None:
             engine = self.order.of(key)
-        return engine.training_curve(key, points) if training else engine.curve(key, points)
+        return engine.curve(key, points, training=training)
 
     def load(self, source: Any) -> Any:
         """Run the following steps by a saved plan; return it."""
@@ -552,7 +552,7 @@ class Driver:
             return None
         taken = self._make(key)
         try:
-            following.try_out(key, call)
+            following.measure(key, call)
         except (InfeasibleError, Untriable):
             self.context.warn("over", plan.describe_excess())
             self.order.hand_back(key, before)

@@ -81,7 +81,7 @@ class Order:
             plan = self._standby.plan(key, limit_bytes)
             plan.key = key
             if key.measured not in plan.accepted:
-                self._standby.try_out(key, call)
+                self._standby.measure(key, call)
         finally:
             self.hand_back(key, before)
         return self._standby, plan

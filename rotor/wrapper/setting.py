@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from rotor import algorithms
 from rotor._pytorch import inductor
 from rotor.common.ranks import RankError, Ranks
-from rotor.engines.contract import Settings
+from rotor.engines.contract import Engine, Settings
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.units import parse_bytes
 
@@ -75,6 +76,22 @@ def checked_limit(limit: int | str | None) -> int | None:
 def checked_loss_bytes(size: int | str) -> int:
     """Return the bytes that the loss needs; 0 where they are not known."""
     return parse_bytes(size, name="loss_tmp_memory_usage") if size else 0
+
+
+def choose(engine: Engine, algo: Any, options: dict[str, Any]) -> None:
+    """Set the algorithm of an engine's following plans: an algorithm, its class, or its name.
+
+    For schedules the options are keywords of the class if `algo` is a class or a name, else of its
+    ``solve``; for other plans they are set beside the constructor's.
+    """
+    settings = engine.settings
+    if engine.has_schedules:
+        settings.algorithm, settings.algorithm_options = algorithms.chosen(algo, options)
+        settings.asks_for_schedule = True
+        return
+    given = options if algo is None else options | {"algo": algo}
+    engine.check(given)
+    settings.options = settings.given_options | given
 
 
 def plan_anew(driver: Any) -> None:

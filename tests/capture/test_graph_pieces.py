@@ -412,7 +412,7 @@ def test_a_limit_that_nothing_keeps_is_reported(monkeypatch):
     def infeasible(*_):
         raise InfeasibleError("too small", 1)
 
-    monkeypatch.setattr(DynamicEngine, "try_out", infeasible)
+    monkeypatch.setattr(DynamicEngine, "measure", infeasible)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from rotor import algorithms
 from rotor._pytorch import devices
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
@@ -74,6 +73,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
 
     name: ClassVar[str] = "chain"
     takes_one: ClassVar[bool] = True
+    has_schedules: ClassVar[bool] = True
     published: ClassVar[frozenset[str]] = frozenset(
         [
             *("names", "functions", "inspection_values", "chain", "sequence", "all_values"),
@@ -327,14 +327,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
             return 0
         return self._sharding.collective_bytes(inspection.stages, inspection.device)
 
-    def choose(self, algo: Any, options: dict[str, Any]) -> None:
-        """Set the algorithm of the following plans: an algorithm, its class, or its name.
-
-        The options are keywords of the class if `algo` is a class or a name, else of its ``solve``.
-        """
-        chosen = algorithms.chosen(algo, options)
-        self.settings.algorithm, self.settings.algorithm_options = chosen
-
     def begin_planning(self) -> None:
         """Forget loaded sequences."""
         self._loaded = {}
@@ -423,9 +415,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         )
         return plan
 
-    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return step time against limit, for all limits."""
-        del points
+        del points, training
         chain, inspection = self._chain(key), self._inspected(key)
         with progress(1, "computing the curve") as update:
             find = getattr(self.algorithm, "curve", partial(curve_of_solutions, self.algorithm))

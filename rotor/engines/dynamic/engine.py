@@ -97,9 +97,6 @@ class DynamicEngine(Engine):
         device: torch.device = key.measured
         return device if self._is_asked_for else self.context.refusals[key.measured].device
 
-    def measure(self, key: Key, call: Call) -> None:
-        """Measure nothing: a step shows whether its limit can be kept."""
-
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
         """Return the record of steps on a device, the same for all of them."""
         device = self._device_of(key)
@@ -125,7 +122,7 @@ class DynamicEngine(Engine):
         """Forget the lessons of another limit."""
         self._by_device = {}
 
-    def try_out(self, key: Key, call: Call) -> None:
+    def measure(self, key: Key, call: Call) -> None:
         """Raise InfeasibleError if a step does not fit in the limit."""
         cancel_running()
         plan = self._by_device[self._device_of(key)]
@@ -134,7 +131,7 @@ class DynamicEngine(Engine):
         with trial(self.context.module, given, plan.device, is_guarded=False) as made:
             self._try(plan, Call(*made.arguments))
 
-    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Raise ValueError: the cost of a limit is unknown before a step has run under it."""
         if not self._is_asked_for:
             reason = self.context.refusals[key.measured].reason

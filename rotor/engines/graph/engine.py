@@ -423,7 +423,7 @@ class GraphEngine(MeteredEngine):
         )
         return plan
 
-    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return the curve of `rotor.graph.curve`, as limits of this step."""
         self.improver.settle(key.measured, self.steps[key.measured])
         step = self._step_of(key)

@@ -131,7 +131,7 @@ class PartsEngine(MeteredEngine):
         plan.is_over = plan.predicted_bytes > limit_bytes and not is_renewed
         return plan
 
-    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return time of the parts against limit."""
         pieces = self.pieces[key]
         return parts_curve(pieces, points), pieces.captures.device

@@ -190,7 +190,7 @@ class ShardedBlocksEngine(MeteredEngine):
         self._blocks[key] = plan.parts
         return plan
 
-    def curve(self, key: Key, points: int) -> tuple[Curve, torch.device]:
+    def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return time of this rank's blocks against limit."""
         blocks, plan = self._known_blocks(key), self.context.plans.get(key)
         if plan is None:
