@@ -42,7 +42,7 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.code.early import Delivery
-from rotor.engines.graph.code.emit import StepCode, saved_primals
+from rotor.engines.graph.code.emit import StepCode, read_primals, saved_primals
 from rotor.engines.graph.code.inductor import draw_once
 from rotor.engines.graph.code.numbers import write_numbers
 from rotor.engines.graph.costs.profile import warm_up_scripts
@@ -150,7 +150,7 @@ class Unplanned(Exception):
             for part in core.strided_parts(primal)
         }
         written = {storage_of[node] for node in lowered.mutated if node in storage_of}
-        if written and any(storage_of.get(node) in written for node in saved_primals(lowered)):
+        if written and any(storage_of.get(node) in written for node in read_primals(lowered)):
             raise CaptureError(_SHARED)
         return written
 

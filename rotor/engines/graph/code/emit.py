@@ -86,13 +86,45 @@ class Emitted:
         """Do nothing: the code is ready."""
 
 
-def saved_primals(lowered: Lowered) -> list[fx.Node]:
-    """Return the primals that autograd keeps for the backward: read by it, and unmutated."""
+def read_primals(lowered: Lowered) -> list[fx.Node]:
+    """Return the primals that a backward may read, and that the forward does not write to."""
     return [
         n
         for n in lowered.primals
         if n.users and n not in lowered.mutated and not symbols.is_symbol(n.meta.get("val"))
     ]
+
+
+def saved_primals(lowered: Lowered) -> list[fx.Node]:
+    """Return those of `read_primals` that autograd keeps: the backward reads them by any plan.
+
+    The others are read by what a plan computes again, and kept with what it keeps.
+    """
+    made = {task.node for task in lowered.tasks if task.node}
+    waiting: list[Any] = [task.node for task in lowered.tasks[lowered.loss + 1 :] if task.node]
+    waiting += [node for node in lowered.gradients if isinstance(node, fx.Node)]
+    read = set(waiting)
+    while waiting:
+        inputs = {node for node in waiting.pop().all_input_nodes if node not in made} - read
+        read |= inputs
+        waiting += inputs
+    return [node for node in read_primals(lowered) if node in read]
+
+
+def noted_versions(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Return tensors with their versions, but for those that have none."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def check_inputs(noted: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Raise RuntimeError if a tensor that is read again has another version."""
+    for tensor, version in noted:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a parameter or an input (shape {tuple(tensor.shape)}) was changed in place "
+                "between its forward and its backward, which computes again what was made from "
+                "it: change it after the backward"
+            )
 
 
 def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -131,6 +163,7 @@ class _Writer:
         self.primal_of = {node: i for i, node in enumerate(lowered.primals)}
         self.tangent_of = {node: i for i, node in enumerate(lowered.tangents)}
         self.order: dict[fx.Node, int] = {}
+        self.read: set[fx.Node] = set()
 
     def variable(self, task: int, path: tuple[int, ...]) -> str:
         return f"a{task}" + "".join(f"_{k}" for k in path)
@@ -183,6 +216,7 @@ class _Writer:
         if value.kind == "input":
             if node.op == "get_attr":
                 return self.constant(core.attribute(self.lowered.module, str(node.target)))
+            self.read.add(node)
             return f"p{self.primal_of[node]}"
         if value.kind in ("output", "item"):
             return self.output_variable(value)
@@ -400,7 +434,9 @@ def emit(
         "empty": torch.empty,
         "backend_flags": dispatch.backend_flags,
         "keeps_graph": core.keeps_graph,
+        "check_inputs": check_inputs,
         "check_versions": check_versions,
+        "noted_versions": noted_versions,
         "math": math,
         "torch": torch,
     }
@@ -478,9 +514,29 @@ def emit(
     outputs = [head.argument(node) for node in lowered.outputs]
     stored = stored_values(lowered, actions, boundary, kept)
     states = [replays[i] for i in sorted(replays) if i in ran and remaining[i] > 0]
+
+    tail = new_writer()
+    for storage, name in stored.items():
+        tail.define(name, [storage])
+    for index, storage in enumerate(lowered.tasks[lowered.loss].made.values()):
+        tail.define(tail.variable(lowered.loss, (index,)), [storage])
+    tail.drop(sorted(set(lowered.tasks[lowered.loss].made.values()) - kept[boundary]))
+    reached = boundary + 1
+    for position, indices in groups:
+        write(tail, reached, position + 1)
+        reached = position + 1
+        hand_out(tail, indices)
+    write(tail, reached, len(actions))
+    if not in_parts:
+        moves.receive(tail, sorted(moves.pending))
+    gradients = [] if in_parts else [tail.argument(node) for node in lowered.gradients]
+    tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
+
     unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
-    saved = [f"p{head.primal_of[n]}" for n in saved_primals(lowered)]
-    names = [*stored.values(), *states, *unsaved, *lowered.symbols, *lowered.variables]
+    saves = saved_primals(lowered)
+    saved = [f"p{head.primal_of[n]}" for n in saves]
+    again = [f"p{head.primal_of[n]}" for n in read_primals(lowered) if n in tail.read - {*saves}]
+    names = [*stored.values(), *states, *unsaved, *again, *lowered.symbols, *lowered.variables]
     changed = ", ".join(unsaved)
     if prover is not None:
         names.append("proof")
@@ -499,36 +555,20 @@ def emit(
         *head.body(),
         "    token = empty(0)",
         "    token.flags = backend_flags()",
-        f"    token.kept = [[{checks}], {', '.join(names)}]",
+        f"    token.kept = [[{checks}], noted_versions([{', '.join(again)}]), {', '.join(names)}]",
         f"    return ({', '.join([*outputs, *saved, 'token'])},)",
     ]
-
-    tail = new_writer()
-    for storage, name in stored.items():
-        tail.define(name, [storage])
-    for index, storage in enumerate(lowered.tasks[lowered.loss].made.values()):
-        tail.define(tail.variable(lowered.loss, (index,)), [storage])
-    tail.drop(sorted(set(lowered.tasks[lowered.loss].made.values()) - kept[boundary]))
-    reached = boundary + 1
-    for position, indices in groups:
-        write(tail, reached, position + 1)
-        reached = position + 1
-        hand_out(tail, indices)
-    write(tail, reached, len(actions))
-    if not in_parts:
-        moves.receive(tail, sorted(moves.pending))
-    gradients = [] if in_parts else [tail.argument(node) for node in lowered.gradients]
-    tangents = [tail.variable(lowered.loss, (i,)) for i in range(len(lowered.tangents))]
     backward = [
         "def backward(args, given):" if in_parts else "def backward(args):",
         _unpack([*saved, "token", *tangents], "args"),
         "    args.clear()",
         "    kept = token.kept",
-        _unpack(["checks", *names], "kept"),
+        _unpack(["checks", "noted", *names], "kept"),
         "    check_versions(checks)",
+        "    check_inputs(noted)",
         "    if not keeps_graph():",
         "        kept.clear()",
-        "    kept = checks = token = None",
+        "    kept = checks = noted = token = None",
         *(["    yield"] if in_parts else []),
         *tail.body(),
         *(["    proof.settle()"] if prover is not None and not in_parts else []),

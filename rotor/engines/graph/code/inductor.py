@@ -23,7 +23,13 @@ from rotor._pytorch import core, inductor
 from rotor.common.accounting import INDUCTOR_MARGIN
 from rotor.engines.graph.code.actions import actions_of, deaths
 from rotor.engines.graph.code.early import EarlyCode
-from rotor.engines.graph.code.emit import StepCode, check_versions, saved_primals
+from rotor.engines.graph.code.emit import (
+    StepCode,
+    check_inputs,
+    check_versions,
+    noted_versions,
+    saved_primals,
+)
 from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
 from rotor.errors import CaptureError
 
@@ -311,6 +317,7 @@ class InductorCode:
         self._saved = [primals[node] for node in saved_primals(lowered)]
         read = {which for kind, which in needed if kind == "primal"}
         self._unsaved = sorted(read - set(self._saved))
+        self._noted = [i for i in self._unsaved if lowered.primals[i] not in lowered.mutated]
 
     def _write(self, builder: _Builder, ops: Sequence[int], kept: Sequence[set[int]]) -> None:
         for index, used in zip(ops, kept, strict=True):
@@ -423,7 +430,8 @@ class InductorCode:
         del results[self._number :]
         checks = [(kept[number], kept[number]._version) for number in self._checked]
         token: Any = torch.empty(0)
-        token.kept = [checks, unsaved, kept]
+        noted = noted_versions([unsaved[index] for index in self._noted])
+        token.kept = [checks, noted, unsaved, kept]
         return (*results, *saved, token)
 
     def backward(self, args: list[Any]) -> Any:
@@ -446,8 +454,9 @@ class InductorCode:
         """Return the inputs of the backward from its arguments, which are emptied."""
         self.prepare()
         count = len(self._saved)
-        checks, unsaved, kept = args[count].kept
+        checks, noted, unsaved, kept = args[count].kept
         check_versions(checks)
+        check_inputs(noted)
         known: dict[Source, Any] = {("primal", i): t for i, t in unsaved.items()}
         known.update((("primal", i), t) for i, t in zip(self._saved, args, strict=False))
         known.update((("tangent", i), t) for i, t in enumerate(args[count + 1 :]))
