@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from rotor._pytorch import fsdp
+from rotor._pytorch import fsdp, symbolic
 from rotor.common.frames import fold
 from rotor.common.module_state import is_library
 from rotor.common.substitutes import PatchedForwards
@@ -27,7 +27,15 @@ class ShownForward:
         self._function = function
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
-        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
+        if wrapper is not None:
+            return _BoundForward(self._function, wrapper)
+        if symbolic.is_tracing():
+            raise RuntimeError(
+                "torch.fx traces a model with a limit: its graph would be one without. Trace the "
+                "model before, rotor.Checkpointable(torch.fx.symbolic_trace(model), ...), or trace "
+                "chk.module for a graph without a limit"
+            )
+        return self._function
 
 
 def shown(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -235,3 +235,38 @@ def test_checkpoints_outside_are_refused(engine, reentrant):
     x = batch().requires_grad_()
     with pytest.raises(RuntimeError, match=r"within torch\.utils\.checkpoint"):
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+
+
+def test_symbolic_tracing_of_a_model_with_a_limit_is_refused():
+    model = rotor.Checkpointable(make(), mem_limit=LIMIT)
+    with pytest.raises(RuntimeError, match=r"graph would be one without.*chk\.module"):
+        torch.fx.symbolic_trace(model)
+    assert torch.fx.symbolic_trace(model.module).graph.find_nodes(op="call_module", target="0")
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
+def test_a_model_that_was_traced_is_limited(engine, expected):
+    model = rotor.Checkpointable(torch.fx.symbolic_trace(make()), mem_limit=LIMIT, engine=engine)
+    check(train(model, model), expected, model)
+
+
+class Doubled(nn.Module):
+    """A model around another one, which takes its argument by name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(input=x).relu() * 2
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph", "dynamic"])
+def test_symbolic_tracing_leaves_limited_parts_whole(engine):
+    plain = Doubled(make())
+    inner = rotor.Checkpointable(make(), mem_limit=LIMIT, engine=engine)
+    traced = torch.fx.symbolic_trace(Doubled(inner))
+    (node,) = traced.graph.find_nodes(op="call_module", target="inner")
+    assert len(node.kwargs) == 1
+    assert traced.inner is inner
+    check(train(traced, traced), train(plain, plain), inner)
