@@ -70,11 +70,18 @@ def keep_whole(module: fx.GraphModule) -> None:
         node
         for node in module.graph.nodes
         if (node.op, node.target) == ("call_method", "orgqr") or node.target in _TARGETS
+        # Of no elements, PyTorch makes no gradients.
+        if all(_has_elements(given) for given in node.all_input_nodes)
     ]
     for node in found:
         node.op, node.target = "call_function", _PRODUCT
     if found:
         module.recompile()
+
+
+def _has_elements(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return not isinstance(value, torch.Tensor) or 0 not in value.shape
 
 
 _OF_PYTHON = torch.float64, torch.int64, torch.bool

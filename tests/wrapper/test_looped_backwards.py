@@ -99,3 +99,19 @@ def test_a_gradient_of_such_a_gradient_is_right():
         found = penalised(model)
     for ours, theirs in zip(found, penalised(plain), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class WithoutReflections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return torch.linalg.householder_product(x * self.scale, x.new_ones(0) * self.scale)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
+def test_a_product_of_no_reflections_has_no_gradients(engine):
+    model = rotor.Checkpointable(WithoutReflections(), mem_limit="1 MB", engine=engine)
+    model(torch.randn(5, 5)).square().mean().backward()
+    assert model.scale.grad is None
