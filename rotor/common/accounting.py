@@ -136,5 +136,5 @@ def has_room_for_proofs(proof_bytes: int, limit_bytes: int) -> bool:
 
 
 def scrap_bytes(limit_bytes: int) -> int:
-    """Return the room of the dynamic engine for what no operator makes."""
+    """Return the room for what no operator and no graph makes, such as numbers made tensors."""
     return min(SCRAPS_BYTES, limit_bytes // SCRAPS_SHARE)

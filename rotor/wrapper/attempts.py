@@ -217,16 +217,19 @@ class Attempts:
         try:
             if not order.refuse_size(key, call, str(refusal)):
                 raise refusal
+            engine = order.of(key)
             try:
                 plan = make()
-                order.of(key).measure(key, call)
+                engine.measure(key, call)
             except Exception as error:
+                is_less = (
+                    isinstance(error, InfeasibleError)
+                    and error.minimum_bytes < refusal.minimum_bytes
+                    and _fits(engine, key, call, error.minimum_bytes)
+                )
                 order.hand_back(key, None)
                 context.plans.pop(key, None)
-                raise min(
-                    (e for e in (refusal, error) if isinstance(e, InfeasibleError)),
-                    key=lambda e: e.minimum_bytes,
-                ) from None
+                raise (error if is_less else refusal) from None
             context.warn(
                 "small",
                 f"no schedule fits in the limit of {exact_bytes(plan.limit_bytes)}: such steps "
@@ -283,6 +286,19 @@ class Attempts:
     def put_back(self, before: _StateBefore | None) -> None:
         """Put the state back after a failed step, where that is possible."""
         self._is_unspoilt = before is not None and before.put_back()
+
+
+def _fits(engine: Engine, key: Key, call: Call, limit_bytes: int) -> bool:
+    """Return whether a step fits in a limit that an engine has estimated, without a trace."""
+    try:
+        engine.plan(key, limit_bytes)
+        engine.measure(key, call)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        return False
+    finally:
+        engine.begin_planning()
+    return True
 
 
 def is_of_caller(error: BaseException, engine: Engine, context: Context) -> bool:

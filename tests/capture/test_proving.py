@@ -221,8 +221,8 @@ def test_gradients_equal_with_and_without_proofs():
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "buffers"])
 def test_parts_of_a_model_are_proved_and_refuted(norm, gradients):
     model, x = Stack("liar", norm=norm, parts=True), sample()
-    # What lies between the parts is only known after a step: the limit is what is needed then.
-    chk, _ = planned(model, x, 1.15)
+    # The named limit has room for what lies between the parts, which passes this one.
+    chk, _ = planned(model, x, 0.65)
     plan = chk.plan
     for _ in range(3):
         train(chk, x)

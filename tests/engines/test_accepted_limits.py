@@ -109,3 +109,42 @@ def test_a_limit_above_the_memory_of_the_machine_is_warned_of(make, engine):
     with pytest.warns(rotor.MemoryLimitWarning, match=r"900 TiB .*, and cpu has less for it: "):
         model(torch.randn(4, 32)).sum().backward()
     model(torch.randn(4, 32)).sum().backward()
+
+
+class Asking(Residual):
+    """Model in parts: code between its blocks reads values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+            x = x * 2 if x.sum().item() > 1e30 else x
+        return x
+
+
+def outcome(build: Callable[[], nn.Module], engine: str, limit: int) -> tuple[int, list[str]]:
+    """The named minimum, or 0 after steps within the limit; and what was told of it."""
+    torch.manual_seed(0)
+    model = rotor.Checkpointable(build(), mem_limit=limit, engine=engine)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            try:
+                model(torch.randn(64, 32)).square().mean().backward()
+            except rotor.InfeasibleError as error:
+                return error.minimum_bytes, []
+            assert model.plan.measured_bytes is None or model.plan.measured_bytes <= limit
+            model.zero_grad()
+    return 0, [str(w.message) for w in caught if "was not kept" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("build", "engine"),
+    [(chain, "chain"), (chain, "auto"), (Residual, "graph"), (Residual, "auto"), (Asking, "auto")],
+)
+def test_the_least_limit_of_an_error_is_accepted_and_kept(build, engine):
+    least, _ = outcome(build, engine, 1)
+    assert least > 1
+    assert outcome(build, engine, least) == (0, [])
+    # Below it parts run with a warning, and a chain whose output is dropped before the backward.
+    if (build, engine) not in ((Asking, "auto"), (chain, "chain")):
+        assert outcome(build, engine, least - 1) == (least, [])

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from rotor.common.accounting import scrap_bytes
 from rotor.common.calls import call_signature
 from rotor.common.substitutes import PatchedForwards
 from rotor.engines.contract import Call
@@ -53,15 +54,18 @@ def make_pieces_plan(
         pieces.captures.search(pieces.kinds)
         options = pieces.options()
         least_alone = least_bytes(options, alone, most)
+    least = least_bytes(options, pieces.bases, most)
     if least_alone > limit_bytes:
         choice = choose_within(options, alone, least_alone, most)
+        enough = max(least_alone, least + reserve_bytes)
+        enough += scrap_bytes(enough)
         raise InfeasibleError(
             f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of the "
-            f"model alone need {exact_bytes(least_alone)}: give at least that, or a smaller batch",
-            least_alone,
+            f"model alone need {exact_bytes(least_alone)}, and a step with the code between them "
+            f"about {exact_bytes(enough)}: give at least that, or a smaller batch",
+            enough,
             peak=peak_of(options, alone, choice, [site.name for site in pieces.sites]),
         )
-    least = least_bytes(options, pieces.bases, most)
     choice = choose_within(options, pieces.bases, limit_bytes - reserve_bytes, most)
     plan = PartsPlan(
         pieces.captures.device,
