@@ -15,8 +15,10 @@ that returns such a value is refused: its gradients are the caller's.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -269,6 +271,7 @@ _REQUIRED = """
     _dynamo.utils.numpy_to_tensor_wrapper _dynamo.variables.ConstantVariable.create
     _dynamo.variables.SkipFunctionVariable.call_function
     _dynamo.variables.TensorVariable.as_proxy
+    _dynamo.variables.builder.GraphArg.__post_init__ _dynamo.variables.builder.GraphArg.erase
     _dynamo.variables.builder.VariableBuilder._type_dispatch
     _dynamo.variables.UserFunctionVariable
     _dynamo.variables.builder.VariableBuilder._wrap _dynamo.variables.builtin.BuiltinVariable
@@ -281,10 +284,12 @@ _REQUIRED = """
     _dynamo.variables.torch.tracing_state_functions
     _functorch._aot_autograd.descriptors.BackwardTokenAOTInput
     _functorch._aot_autograd.descriptors.ForwardTokenAOTInput
-    _functorch.config.backward_pass_autocast _guards.TracingContext.try_get
+    _functorch.config.backward_pass_autocast _guards.TracingContext.__init__
+    _guards.TracingContext.try_get
     _guards.detect_fake_mode _higher_order_ops.effects._EffectType.ORDERED
     _higher_order_ops.effects._get_effect _higher_order_ops.effects._register_effectful_op
-    _higher_order_ops.effects.with_effects _prims_common.suggest_memory_format
+    _higher_order_ops.effects.with_effects _subclasses.meta_utils.MetaTensorDescriber.__init__
+    _prims_common.suggest_memory_format
 """
 
 LINALG_CHECK = torch.ops.aten._linalg_check_errors.default
@@ -381,6 +386,50 @@ def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return the memory format that PyTorch reads from a tensor's strides."""
     found: torch.memory_format = torch._prims_common.suggest_memory_format(tensor)
     return found
+
+
+def _forget_tensors(context: Any) -> None:
+    context.tensor_to_context.clear()
+    region = torch._higher_order_ops.invoke_subgraph
+    kept = context.hop_dispatch_set_cache.get_cache(region)
+    # Guards of regions have the tensors that they are about.
+    getattr(kept, "subgraph_reuse_cache", {}).clear()
+
+
+@contextmanager
+def examples_forgotten() -> Iterator[None]:
+    """Have captures in the context refer to no tensor of the caller's after its end.
+
+    ``torch.utils.swap_tensors`` refuses tensors to which there are weak references, and what is
+    kept of a graph would keep those.
+    """
+    from torch._dynamo.variables.builder import GraphArg
+    from torch._guards import TracingContext
+    from torch._subclasses.meta_utils import MetaTensorDescriber
+
+    thread = threading.get_ident()
+    forget: list[Callable[[], None]] = []
+
+    def noting(owner: Any, name: str, forgetting: Callable[[Any], Callable[[], None]]) -> Any:
+        begin = getattr(owner, name)
+
+        def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+            begin(self, *args, **kwargs)
+            if threading.get_ident() == thread:
+                forget.append(forgetting(self))
+
+        return core.replaced(owner, **{name: begun})
+
+    with (
+        noting(MetaTensorDescriber, "__init__", lambda made: made.lookup_tensor.clear),
+        noting(TracingContext, "__init__", lambda made: partial(_forget_tensors, made)),
+        noting(GraphArg, "__post_init__", lambda made: made.erase),
+    ):
+        try:
+            yield
+        finally:
+            for function in forget:
+                function()
 
 
 def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:

@@ -276,29 +276,31 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
     settings = config.patch(
         reorderable_logging_functions=config.reorderable_logging_functions | SAYING, **kept
     )
-    with (
-        convert_frame.compile_lock,  # Code captured by another thread would see what is patched.
-        settings,
-        said_later(),
+    with ExitStack() as entered:  # Python nests 20 contexts in one statement at most.
+        enter: Any = entered.enter_context
+        # Code captured by another thread would see what is patched.
+        enter(convert_frame.compile_lock)
+        enter(settings)
+        enter(said_later())
         # A backward is outside of the autocast of its forward.
-        of_backwards.patch(backward_pass_autocast="off"),
-        warnings.catch_warnings(),
-        captures.noted(),
-        patches.methods_followed(),
-        captures.checks_kept(),
-        _answered_by(branches),
-        functions_run_whole(),
-        constant_branches(),
-        _bounded_deques(),
-        _absence_guarded(),
-        _metaclasses_refused(),
-        _kernels_of_eager(),
-        draws.drawn_anew(),
-        cached_draws_refused(),
-        _unordered_settings(),
-        _layouts_of_outputs(),
-        _silent_logs(),
-    ):
+        enter(of_backwards.patch(backward_pass_autocast="off"))
+        enter(warnings.catch_warnings())
+        enter(captures.noted())
+        enter(patches.methods_followed())
+        enter(captures.checks_kept())
+        enter(_answered_by(branches))
+        enter(functions_run_whole())
+        enter(constant_branches())
+        enter(_bounded_deques())
+        enter(_absence_guarded())
+        enter(_metaclasses_refused())
+        enter(_kernels_of_eager())
+        enter(draws.drawn_anew())
+        enter(captures.examples_forgotten())
+        enter(cached_draws_refused())
+        enter(_unordered_settings())
+        enter(_layouts_of_outputs())
+        enter(_silent_logs())
         # Dynamo reads the gradients of all tensors, also of those that are no leaves.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         yield

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -152,14 +153,16 @@ class Unit:
         if found is None:
             self._constant_steps, self._dependencies, self._latest = _CONSTANT_STEPS, None, None
             return None
-        found[0].forget({id(v) for v in (*self.read_parameters(), *self.read_buffers())})
+        lasting = set(map(id, (*self.read_parameters(), *self.read_buffers())))
+        found[0].forget(lasting)
         draws = list(map(state_of, self._generators))
         if self._constant_steps >= 0:
             states = hash(pickle.dumps([draw.args[-1] for draw in draws]))
-            before, self._latest = self._latest, [states, *map(_weakly, found[1])]
+            values = [states, *found[1]]
+            before, self._latest = self._latest, [_weakly(value, lasting) for value in values]
             if before is not None:
-                is_constant = len(before) == len(self._latest)
-                is_constant &= all(map(_is_still, before, [states, *found[1]]))
+                is_constant = len(before) == len(values)
+                is_constant &= all(map(_is_still, before, values, repeat(lasting)))
                 self._constant_steps = self._constant_steps + 1 if is_constant else -1
             if self._constant_steps not in range(_CONSTANT_STEPS):
                 self._latest = None
@@ -193,16 +196,17 @@ class Surroundings(NamedTuple):
             draw()
 
 
-def _weakly(value: Any) -> Any:
-    # A parameter with a weak reference could not be swapped (torch.__future__).
-    if isinstance(value, nn.Parameter):
-        return id(value)
-    return weakref.ref(value) if isinstance(value, torch.Tensor) else value
+def _weakly(value: Any, lasting: Collection[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        # What a module holds could not be swapped with a weak reference (torch.__future__).
+        return id(value) if id(value) in lasting else weakref.ref(value)
+    return value
 
 
-def _is_still(before: Any, now: Any) -> bool:
-    known = before() if isinstance(before, weakref.ref) else before
-    return is_same(known, id(now) if isinstance(now, nn.Parameter) else now)
+def _is_still(before: Any, now: Any, lasting: Collection[int]) -> bool:
+    if isinstance(before, weakref.ref):
+        return is_same(before(), now)
+    return is_same(before, _weakly(now, lasting))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
