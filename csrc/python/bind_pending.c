@@ -29,29 +29,39 @@ static PyObject *py_call_in_main_thread(PyObject *module, PyObject *function) {
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(class_versions_doc,
-             "class_versions(classes, /)\n--\n\n"
-             "Return a number of each class in a tuple, which changes when an attribute of it or of\n"
-             "its bases is set or deleted; None where the interpreter has yet to give one.");
+PyDoc_STRVAR(versions_doc,
+             "versions(owners, /)\n--\n\n"
+             "Return a number of each class or dictionary in a tuple, which changes when an attribute\n"
+             "of it or of its bases, or an entry, is set or deleted; None where the interpreter has\n"
+             "yet to give one, and for dictionaries from Python 3.12 on.");
 
-static PyObject *py_class_versions(PyObject *module, PyObject *classes) {
-    if (!PyTuple_Check(classes)) {
-        return PyErr_Format(PyExc_TypeError, "classes must be a tuple of type");
+static uint64_t version_of(PyObject *owner) {
+#if PY_VERSION_HEX < 0x030C0000
+    if (PyDict_Check(owner)) {
+        return ((PyDictObject *)owner)->ma_version_tag;
     }
-    Py_ssize_t count = PyTuple_GET_SIZE(classes);
+#endif
+    return PyType_Check(owner) ? ((PyTypeObject *)owner)->tp_version_tag : 0;
+}
+
+static PyObject *py_versions(PyObject *module, PyObject *owners) {
+    Py_ssize_t count = PyTuple_Check(owners) ? PyTuple_GET_SIZE(owners) : 0;
+    int are_valid = PyTuple_Check(owners);
     for (Py_ssize_t k = 0; k < count; k++) {
-        PyObject *one = PyTuple_GET_ITEM(classes, k);
-        if (!PyType_Check(one)) {
-            return PyErr_Format(PyExc_TypeError, "classes must be a tuple of type");
-        }
-        if (((PyTypeObject *)one)->tp_version_tag == 0) {
-            Py_RETURN_NONE;
-        }
+        PyObject *owner = PyTuple_GET_ITEM(owners, k);
+        are_valid = are_valid && (PyType_Check(owner) || PyDict_Check(owner));
+    }
+    if (!are_valid) {
+        return PyErr_Format(PyExc_TypeError, "owners must be a tuple of classes or dictionaries");
     }
     PyObject *versions = PyTuple_New(count);
     for (Py_ssize_t k = 0; versions != NULL && k < count; k++) {
-        PyTypeObject *one = (PyTypeObject *)PyTuple_GET_ITEM(classes, k);
-        PyObject *version = PyLong_FromUnsignedLong(one->tp_version_tag);
+        uint64_t found = version_of(PyTuple_GET_ITEM(owners, k));
+        if (found == 0) {
+            Py_DECREF(versions);
+            Py_RETURN_NONE;
+        }
+        PyObject *version = PyLong_FromUnsignedLongLong(found);
         if (version == NULL) {
             Py_CLEAR(versions);
         } else {
@@ -62,7 +72,7 @@ static PyObject *py_class_versions(PyObject *module, PyObject *classes) {
 }
 
 static PyMethodDef functions[] = {
-    {"class_versions", py_class_versions, METH_O, class_versions_doc},
+    {"versions", py_versions, METH_O, versions_doc},
     {"call_in_main_thread", py_call_in_main_thread, METH_O, call_in_main_thread_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rotor import _core
 from rotor._pytorch import core
 from rotor.errors import CaptureError
 
@@ -26,7 +27,7 @@ _MODULES: list[Any] = [
     torch, torch.nn.functional, torch.functional, torch._tensor, torch._C._nn, torch.linalg,
     torch.special, torch.fft,
 ]  # fmt: skip
-_NAMESPACES = list(map(vars, _MODULES))
+_NAMESPACES = tuple(map(vars, _MODULES))
 _VALUES = methodcaller("values")
 _HOME = os.path.dirname(torch.__file__) + os.sep
 _ANSWERED = {
@@ -50,22 +51,25 @@ class TorchFunctions:
         names = [[k for k, value in held.items() if is_code(value)] for held in _NAMESPACES]
         self._reads = [itemgetter(*known) for known in names]
         self._functions = self._read()
+        self._versions: tuple[int, ...] | None = None
 
     def _read(self) -> list[Any]:
         return [read(held) for read, held in zip(self._reads, _NAMESPACES, strict=True)]
 
     def are_same(self) -> bool:
         """Return whether none of them was replaced or deleted since."""
-        now = list(map(list, map(_VALUES, _NAMESPACES)))
-        if now == self._seen:
+        versions = _core.versions(_NAMESPACES)
+        if versions is not None and versions == self._versions:
             return True
-        try:
-            is_same = self._read() == self._functions
-        except KeyError:
-            return False
-        if is_same:
-            self._seen = now  # Modules that are imported later add names.
-        return is_same
+        now = list(map(list, map(_VALUES, _NAMESPACES)))
+        if now != self._seen:
+            try:
+                if self._read() != self._functions:
+                    return False
+            except KeyError:
+                return False
+        self._seen, self._versions = now, versions  # Modules that are imported later add names.
+        return True
 
 
 def _function(value: Any) -> Any:

@@ -107,7 +107,7 @@ class ModelState:
         return [found, list(map(vars(nn.Module).get, _ROOT))]
 
     def _is_same_code(self) -> bool:
-        versions = _core.class_versions(self._classes)
+        versions = _core.versions(self._classes)
         if versions is None or versions != self._versions:
             # PyTorch, Python and libraries note other things in classes, at any time.
             if self._called_functions() != self._functions:

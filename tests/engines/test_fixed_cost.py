@@ -59,22 +59,35 @@ def test_a_class_has_another_version_after_a_change_of_it_or_of_its_bases():
         pass
 
     assert Derived().run() == 1
-    before = _core.class_versions((Base, Derived))
-    assert before == _core.class_versions((Base, Derived))
+    before = _core.versions((Base, Derived))
+    assert before == _core.versions((Base, Derived))
     Base.run = lambda self: 2
-    assert _core.class_versions((Derived,)) is None
+    assert _core.versions((Derived,)) is None
     assert Derived().run() == 2
-    after = _core.class_versions((Base, Derived))
+    after = _core.versions((Base, Derived))
     assert after is not None
     assert not set(before) & set(after)
     Derived.note = None
-    assert _core.class_versions((Base, Derived)) != after
+    assert _core.versions((Base, Derived)) != after
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="dictionaries have no versions any more")
+def test_a_dictionary_has_another_version_after_a_change_of_it():
+    entries = {"one": 1, "other": 2}
+    before = _core.versions((entries,))
+    assert entries["one"] == 1
+    assert before == _core.versions((entries,)) is not None
+    entries["one"] = 3
+    changed = _core.versions((entries,))
+    assert changed != before
+    del entries["other"]
+    assert _core.versions((entries,)) != changed
 
 
 @pytest.mark.parametrize("wrong", [[int], int, (int, 1), (None,)])
-def test_only_a_tuple_of_classes_has_versions(wrong):
-    with pytest.raises(TypeError, match="classes must be a tuple of type"):
-        _core.class_versions(wrong)
+def test_only_a_tuple_of_classes_or_dictionaries_has_versions(wrong):
+    with pytest.raises(TypeError, match="must be a tuple of classes or dictionaries"):
+        _core.versions(wrong)
 
 
 @pytest.mark.parametrize(("engine", "times"), [("chain", 0), ("graph", 1)])
