@@ -1,4 +1,7 @@
-"""Traces of a run in tensors, caches and process-wide modes of PyTorch: seen, and undone."""
+"""Traces of a run in tensors, caches and process-wide modes of PyTorch: seen, and undone.
+
+And traces of torch.fx, which runs a model on symbols: noticed, and joined as one node.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 
@@ -15,6 +18,8 @@ from rotor._pytorch import core
 
 _CHOICES = ("math_sdp", "flash_sdp", "mem_efficient_sdp", "cudnn_sdp", "cudnn", "mkldnn")
 core.check(f"_C._get_{name}_enabled" for name in _CHOICES)
+core.check(["fx._symbolic_trace._is_fx_tracing_flag"])
+_SYMBOLIC: Any = fx._symbolic_trace
 _ASKED = [getattr(torch._C, f"_get_{name}_enabled") for name in _CHOICES]
 GLOBAL_HOOKS = [
     getattr(nn.modules.module, f"_global_{name}")
@@ -203,3 +208,20 @@ class Writes(_python_dispatch.TorchDispatchMode):
                 kept.restore(self._storages)
         self._storages.clear()
         self._kept.clear()
+
+
+def is_symbolic() -> bool:
+    """Return whether torch.fx runs a model on symbols, which no compiler reads."""
+    return _SYMBOLIC._is_fx_tracing_flag and not torch.compiler.is_compiling()
+
+
+def symbolic_call(module: nn.Module, args: Any, kwargs: Any) -> fx.Proxy | None:
+    """Return the result of a call at the place of a module as a symbol; ``None`` without one."""
+    given = core.tree_flatten((args, kwargs))[0]
+    tracer: Any = next((value.tracer for value in given if isinstance(value, fx.Proxy)), None)
+    if tracer is None:
+        return None
+    proxy: fx.Proxy = tracer.create_proxy(
+        "call_module", tracer.path_of_module(module), args, kwargs
+    )
+    return proxy

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rotor._pytorch import core, symbolic
+from rotor._pytorch import core, traces
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.utils import checked_slots
 from rotor.common.background import checked_planning
@@ -535,8 +535,8 @@ class Checkpointable(ReportingModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; warn if a forward put in the place of this class's does not limit it."""
         if (
-            symbolic.is_tracing()
-            and (node := symbolic.call_node(self.module, args, kwargs)) is not None
+            traces.is_symbolic()
+            and (node := traces.symbolic_call(self.module, args, kwargs)) is not None
         ):
             return node
         driver = self._driver

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from rotor._pytorch import fsdp, symbolic
+from rotor._pytorch import fsdp, traces
 from rotor.common.frames import fold
 from rotor.common.module_state import is_library
 from rotor.common.substitutes import PatchedForwards
@@ -29,7 +29,7 @@ class ShownForward:
     def __get__(self, wrapper: Any, owner: type) -> Any:
         if wrapper is not None:
             return _BoundForward(self._function, wrapper)
-        if symbolic.is_tracing():
+        if traces.is_symbolic():
             raise RuntimeError(
                 "torch.fx traces a model with a limit: its graph would be one without. Trace the "
                 "model before, rotor.Checkpointable(torch.fx.symbolic_trace(model), ...), or trace "
