@@ -404,8 +404,9 @@ class Rerun:
                     allow_unused=True,
                 )
             if torch.is_grad_enabled():
-                for reference, output in zip(mine, outputs, strict=False):
-                    join(reference(), output)
+                with backwards.outside_transforms():
+                    for reference, output in zip(mine, outputs, strict=False):
+                        join(reference(), output)
             del outputs
             apart.clear()
             self.needs.note()

@@ -273,6 +273,77 @@ def test_third_derivatives_are_right_too(kind: str) -> None:
         assert torch.allclose(got.double(), wanted.double(), rtol=1e-4, atol=1e-5)
 
 
+def batches_of(y: torch.Tensor) -> torch.Tensor:
+    return torch.eye(WIDTH)[:3].view(3, *[1] * (y.ndim - 1), WIDTH).expand(3, *y.shape)
+
+
+def batched(call: Any, net: nn.Module, x: torch.Tensor) -> None:
+    y = call(x)
+    (rows,) = torch.autograd.grad(y, x, batches_of(y), create_graph=True, is_grads_batched=True)
+    (y.square().mean() + rows.square().mean()).backward()
+
+
+def vmapped(call: Any, net: nn.Module, x: torch.Tensor) -> None:
+    y = call(x)
+    rows = torch.func.vmap(lambda given: torch.autograd.grad(y, x, given, create_graph=True)[0])
+    (y.square().mean() + rows(batches_of(y)).square().mean()).backward()
+
+
+def vmapped_and_kept(call: Any, net: nn.Module, x: torch.Tensor) -> None:
+    y = call(x)
+    rows = torch.func.vmap(lambda given: torch.autograd.grad(y, x, given, retain_graph=True)[0])
+    found = rows(batches_of(y))
+    y.square().mean().backward()
+    x.grad = found.sum(0)
+
+
+def curves(call: Any, net: nn.Module, x: torch.Tensor) -> None:
+    y = call(x)
+    slope = slope_of(y, x).sum(0)
+    (rows,) = torch.autograd.grad(
+        slope, x, batches_of(slope), retain_graph=True, is_grads_batched=True
+    )
+    y.square().mean().backward()
+    x.grad = rows.sum(0)
+
+
+def curves_differentiated(call: Any, net: nn.Module, x: torch.Tensor) -> None:
+    y = call(x)
+    slope = slope_of(y, x).sum(0)
+    (rows,) = torch.autograd.grad(
+        slope, x, batches_of(slope), create_graph=True, is_grads_batched=True
+    )
+    (rows.square().mean() + slope.square().mean() + y.square().mean()).backward()
+
+
+def curves_vmapped(call: Any, net: nn.Module, x: torch.Tensor) -> None:
+    y = call(x)
+    slope = slope_of(y, x).sum(0)
+    rows = torch.func.vmap(lambda given: torch.autograd.grad(slope, x, given, create_graph=True)[0])
+    (rows(batches_of(slope)).square().mean() + y.square().mean()).backward()
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize(
+    "loop",
+    [batched, vmapped, vmapped_and_kept, curves, curves_differentiated, curves_vmapped],
+    ids=lambda loop: loop.__name__,
+)
+@pytest.mark.parametrize("kind", ["blocks", "shared", "BatchNorm", "pairs", "hooked"])
+def test_batches_of_gradients_are_right(kind: str, loop: Loop) -> None:
+    def without_dropout() -> nn.Sequential:
+        net = KINDS[kind]()  # Whose draws of a batch PyTorch refuses.
+        for module in net.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return net
+
+    net, model = limited(without_dropout, 0.7)
+    expected = results(net, net, loop)
+    for got, wanted in zip(results(model, model.module, loop), expected, strict=True):
+        assert torch.allclose(got.double(), wanted.double(), rtol=1e-4, atol=1e-5)
+
+
 def told(model: Any, loop: Loop, steps: int) -> list[str]:
     """Return what warnings of some steps say of their memory."""
     with warnings.catch_warnings(record=True) as caught:

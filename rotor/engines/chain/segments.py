@@ -148,6 +148,7 @@ class _Segment:
         wanted: Gradients,
         *,
         is_first: bool = False,
+        is_differentiable: bool = False,
     ) -> Gradients:
         """Return the sums of some gradients of a run of the segment on `tensors`, each tensor's
         once.
@@ -155,13 +156,14 @@ class _Segment:
         Each of the `ways` gives a term: gradients of the outputs; or these, gradients of the
         gradients that are made of them, and so on. `wanted` has inputs, parameters, and gradients
         among `ways`. With `is_first`, the sums are computed as in a backward whose result is
-        differentiated.
+        differentiated, and with `is_differentiable` they have a graph, all of which is kept.
         """
         if not _present(wanted) or not any(_present(way[-1]) for way in ways):
             return [None] * len(wanted)
         apart = dict[int, torch.Tensor]()
         with torch.enable_grad():
-            inner = apart_of((tensors, [way[:-1] for way in ways]), apart, False)
+            with backwards.outside_transforms():
+                inner = apart_of((tensors, [way[:-1] for way in ways]), apart, is_differentiable)
             # Gradients that arrive from outside are added last, as in the whole graph.
             outputs = [t.view_as(t) if t.requires_grad else t for t in self._again(inner[0])]
             sources = [apart.get(id(t), t) for t in (*tensors, *self.parameters)]
@@ -173,8 +175,11 @@ class _Segment:
                 for levels, way in zip(inner[1], ways, strict=True):
                     roots += _pairs(_derived(outputs, sources, levels), way[-1])
                 self._note(0 if any(len(way) > 1 for way in ways) else self._more_bytes)
-                found = _grad(roots, list(asked.values()), create_graph=is_first)
+                found = _grad(
+                    roots, list(asked.values()), create_graph=is_first or is_differentiable
+                )
                 self._note(0)
+        apart.clear()
         by_id = dict(zip(asked, found, strict=True))
         return [by_id.pop(id(tensor), None) for tensor in wanted]
 
@@ -236,6 +241,8 @@ class _Outputs(Function):
         *inputs, token = ctx.saved_tensors
         wanted = (*inputs, *segment.parameters)
         ways = [[given], *reversed(segment.waiting.pop(dispatch.graph_task(), []))]
+        if _is_differentiated_batch(given):
+            return None, *segment.gradients(inputs, ways, wanted, is_differentiable=True)
         if torch.is_grad_enabled() and _present(given):
             return None, *_apply_gradients(segment, [len(given)], token, *wanted, *given)
         return None, *segment.gradients(inputs, ways, wanted)
@@ -271,6 +278,8 @@ class _Gradients(Function):
         others = (*inputs, *segment.parameters)
         if not _present(latest):
             found: Gradients = [None] * (len(others) + len(given))
+        elif _is_differentiated_batch(latest):
+            found = segment.gradients(inputs, [way], (*others, *given), is_differentiable=True)
         elif torch.is_grad_enabled():
             found = _apply_gradients(segment, sizes, token, *others, *given, *latest)
         elif len(way) > 2:
@@ -280,6 +289,14 @@ class _Gradients(Function):
                 segment.waiting.setdefault(dispatch.graph_task(), []).append(way)
             found = [*[None] * len(others), *segment.gradients(inputs, [way], given)]
         return None, None, None, *found
+
+
+def _is_differentiated_batch(given: Gradients) -> bool:
+    """Return whether gradients are batches, and those made of them are to be differentiated.
+
+    PyTorch has no nodes of such batches but its own.
+    """
+    return torch.is_grad_enabled() and any(map(backwards.is_batched, _present(given)))
 
 
 def _levels(given: Gradients, sizes: Sequence[int]) -> list[Gradients]:
