@@ -125,6 +125,17 @@ def shared() -> nn.Sequential:
     return net
 
 
+def tied() -> nn.Sequential:
+    net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    net[6].body[2].weight = net[5].body[2].weight
+    return net
+
+
+def repeated() -> nn.Sequential:
+    ends = Block(), Block()
+    return nn.Sequential(*ends, *(Block() for _ in range(BLOCKS - 3)), ends[1])
+
+
 KINDS: dict[str, Callable[[], nn.Sequential]] = {
     "blocks": lambda: nn.Sequential(*(Block() for _ in range(BLOCKS))),
     "SiLU": lambda: nn.Sequential(*(Block(nn.SiLU) for _ in range(BLOCKS))),
@@ -133,6 +144,8 @@ KINDS: dict[str, Callable[[], nn.Sequential]] = {
     "frozen": frozen,
     "hooked": hooked,
     "shared": shared,
+    "tied": tied,
+    "repeated": repeated,
     "checkpointed": lambda: nn.Sequential(*(Checkpointed() for _ in range(BLOCKS))),
     "pairs": lambda: nn.Sequential(*(Pairs() for _ in range(BLOCKS)), Product()),
     "dictionaries": lambda: nn.Sequential(*(Named() for _ in range(BLOCKS)), Chosen()),
@@ -245,7 +258,7 @@ def results(call: Any, net: nn.Module, loop: Loop) -> list[Any]:
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_state_are_those_of_the_plain_chain(kind: str, loop: Loop) -> None:
-    if kind == "shared" and loop is second_backward:
+    if kind in ("shared", "tied", "repeated") and loop is second_backward:
         pytest.skip("a schedule adds up what the stages of plain autograd give apart")
     # A checkpoint keeps little by itself.
     net, model = limited(KINDS[kind], 2.2 if kind == "checkpointed" else 0.7)
@@ -366,6 +379,27 @@ def test_a_chain_takes_less_than_in_plain_pytorch(kind: str, loop: Loop) -> None
     told(model, loop, 4)
     peak = peak_of(loop, model, model.module)
     assert peak < SHARES[loop] * peak_of(loop, net, net)
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize(("kind", "share"), [("shared", 0.85), ("tied", 0.6)])
+def test_a_chain_with_shared_parameters_takes_less_where_few_stages_share(
+    kind: str, share: float
+) -> None:
+    net, model = limited(KINDS[kind], 0.7)
+    told(model, penalty, 4)
+    assert peak_of(penalty, model, model.module) < share * peak_of(penalty, net, net)
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("kind", ["shared", "tied", "repeated"])
+@pytest.mark.parametrize("loop", [penalty, batched], ids=lambda f: f.__name__)
+def test_the_need_of_shared_parameters_and_of_batches_is_told(kind: str, loop: Loop) -> None:
+    _, model = limited(KINDS[kind], 0.7)
+    text = told(model, loop, 3)[-1]
+    (needed,) = re.findall(r"needed .*?\((\d+) bytes\).*the limit is", text)
+    peak = peak_of(loop, model, model.module)
+    assert 0.75 * peak < int(needed) < 1.1 * peak + NOISE_BYTES
 
 
 @pytest.mark.filterwarnings("ignore:this step's memory was not measured")

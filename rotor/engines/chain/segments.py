@@ -27,7 +27,7 @@ from rotor.engines.chain.ends import keeping_nothing, token_of
 from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.snapshot import Snapshot
-from rotor.engines.chain.stages import Stage, shared_parameters
+from rotor.engines.chain.stages import Stage
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -36,6 +36,19 @@ def bounds_of_segments(measures: Sequence[StageMeasure]) -> list[int]:
     """Return the first stage of each segment, and the last one's end, for the least need in all."""
     handed = (0, *(m.output_bytes for m in measures[:-1]))
     return _bounds(tuple(m.xbar_bytes for m in measures), handed)
+
+
+def bounds_around_shared(bounds: Sequence[int], stages: Sequence[Stage]) -> list[int]:
+    """Return the bounds that leave all stages with a parameter, if it has several, in one segment.
+
+    In several segments, what it gets from each would be added up in another order.
+    """
+    first: dict[int, int] = {}
+    inner: set[int] = set()
+    for k, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            inner.update(range(first.setdefault(id(parameter), k) + 1, k + 1))
+    return [bound for bound in bounds if bound not in inner]
 
 
 @lru_cache
@@ -372,8 +385,9 @@ class Around:
         assert rerun is not None
 
         def forward(value: Any) -> Any:
-            is_plain = rerun.is_batched or bool(shared_parameters(stages))
-            bounds = [0, len(stages)] if is_plain else bounds_of_segments(measures)
+            bounds = [0, len(stages)]
+            if not rerun.is_batched:
+                bounds = bounds_around_shared(bounds_of_segments(measures), stages)
             return run_in_segments(
                 stages, measures, bounds, value, inspection.device, rerun.needs.note
             )
