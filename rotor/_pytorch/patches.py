@@ -8,12 +8,14 @@ their place is followed where captured code calls it as a method, and refused wi
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from operator import itemgetter, methodcaller
 from typing import Any
 
@@ -64,10 +66,13 @@ class TorchFunctions:
         now = list(map(list, map(_VALUES, _NAMESPACES)))
         if now != self._seen:
             try:
-                if self._read() != self._functions:
-                    return False
+                functions = self._read()
             except KeyError:
                 return False
+            for old, new in zip(chain(*self._functions), chain(*functions), strict=True):
+                if new is not old and not _is_wrapped(new, old):
+                    return False
+            self._functions = functions
         self._seen, self._versions = now, versions  # Modules that are imported later add names.
         return True
 
@@ -101,6 +106,14 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         for name, value in vars(owner).items():
             if _is_of_others(value):
                 yield owner, name, value
+
+
+def _is_wrapped(new: Any, old: Any) -> bool:
+    """Return whether functions are one of PyTorch's, which its compiler has wrapped meanwhile."""
+    if new == old:
+        return True
+    are_own = not (_is_of_others(new) or _is_of_others(old))
+    return are_own and inspect.unwrap(new) is inspect.unwrap(old)
 
 
 def _refusal(owner: Any, name: str, value: Any) -> CaptureError:
