@@ -245,19 +245,6 @@ _MOST_FORWARDS = 64
 """Forwards that may follow in a step whose gradients are differentiated, before it is given up."""
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """Forward of a step that has raised, with those before it, when another forward begins.
-
-    `passed` takes the peak of all of them.
-    """
-
-    peak_bytes: int
-    end_bytes: int
-    """Level at its end, above the level at which the first of them began."""
-    passed: Callable[[int], object]
-
-
 class StepMeter:
     """Meter that starts before a forward and stops by itself at the end of the backward.
 
@@ -269,9 +256,8 @@ class StepMeter:
     reserved bytes. A step whose backward runs in another thread than its forward has no result on
     the CPU, nor one in which the caller starts a profiler: `lost` is called instead, with True for
     the former. One whose gradients are to be differentiated lasts to the end
-    of the next backward without ``create_graph``, and `passed` is called with its peak. So is the
-    function of an `earlier` forward of the step, with the peak of both. Raises MeterBusyError if a
-    profiler is running, for profilers cannot be nested.
+    of the next backward without ``create_graph``, and `passed` is called with its peak. Raises
+    MeterBusyError if a profiler is running, for profilers cannot be nested.
     """
 
     def __init__(
@@ -282,15 +268,12 @@ class StepMeter:
         reserving: Reserving | None = None,
         lost: Callable[[bool], object] = int,
         passed: Callable[[int], object] = int,
-        earlier: Earlier | None = None,
     ) -> None:
         self._meter: allocator.Meter | None = None
-        self._done, self._lost, self._earlier = done, lost, earlier
-        self._passed = passed if earlier is None else earlier.passed
+        self._done, self._lost, self._passed = done, lost, passed
         self._reserving = reserving
         self._thread = threading.get_ident()
-        self._in_backward = self._has_raised = False
-        self._is_open = earlier is not None
+        self._in_backward = self._is_open = self._has_raised = False
         self._forwards = 0
         self._output_held = True
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -330,9 +313,7 @@ class StepMeter:
 
         The caller may train on what the forward had noted: the graph of that references the meter.
         """
-        if self._earlier is None:
-            self._passed = passed
-        self._is_open = self._has_raised = True
+        self._passed, self._is_open, self._has_raised = passed, True, True
         for parameter in parameters:
             if parameter.requires_grad:
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -364,8 +345,6 @@ class StepMeter:
         meter.stop()
         reserving = self._reserving
         peak = meter.peak_bytes if reserving is None else reserving.grown_bytes(meter.device)
-        if self._earlier is not None:
-            peak = max(self._earlier.peak_bytes, self._earlier.end_bytes + peak)
         if self._is_open:
             self._passed(peak)
             return
@@ -388,24 +367,6 @@ class StepMeter:
                 dispatch.forget_backwards(self._thread, _OPEN)
             meter.drop()
 
-    def set_aside(self) -> Earlier | None:
-        """Stop where the forward has raised, as another one begins; ``None`` in other steps."""
-        meter, before = self._meter, self._earlier
-        if meter is None or not (self._has_raised and meter.is_here) or self._reserving is not None:
-            return None
-        dispatch.forget_backwards(self._thread, _OPEN)
-        self._meter = None
-        meter.stop()
-        peak, end = meter.peak_bytes, meter.end_bytes
-        if before is not None:
-            peak, end = max(before.peak_bytes, before.end_bytes + peak), before.end_bytes + end
-        return Earlier(peak, end, self._passed)
-
-    def cancel_attempt(self) -> None:
-        """Stop as `cancel`; another attempt at the forward takes the earlier ones over."""
-        self.cancel()
-        _running.earlier = self._earlier
-
     def goes_on(self) -> bool:
         """Return whether a forward that begins may belong to this step, and count it."""
         self._forwards += 1
@@ -420,7 +381,6 @@ class _Running(threading.local):
     """Meter of the step that runs in this thread."""
 
     meter: Callable[[], StepMeter | None] = staticmethod(lambda: None)
-    earlier: Earlier | None = None
 
 
 _running = _Running()
@@ -430,23 +390,6 @@ def is_running() -> bool:
     """Return whether a meter of this thread runs."""
     meter = _running.meter()
     return meter is not None and meter.is_running
-
-
-def forward_begins() -> bool:
-    """Return whether a meter of a step whose backward has not come ran in this thread.
-
-    It stops, but for one whose step may go on. What one found whose forward has raised is kept for
-    `take_earlier`.
-    """
-    meter = _running.meter()
-    _running.earlier = None if meter is None else meter.set_aside()
-    return _running.earlier is not None or cancel_running(all_steps=False)
-
-
-def take_earlier() -> Earlier | None:
-    """Return the forward that had raised, and may belong to the step that begins."""
-    found, _running.earlier = _running.earlier, None
-    return found
 
 
 def cancel_running(*, all_steps: bool = True) -> bool:

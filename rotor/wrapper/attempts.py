@@ -168,14 +168,9 @@ class Attempts:
             except Exception as error:
                 raised = self._error_of(driver, call, error, measures=measures)
                 if raised is error:
-                    raised = None
                     raise
             if raised is not None:
-                try:
-                    raise raised
-                finally:
-                    # An error in its own frames would keep what they hold.
-                    del raised
+                raise raised
         self._report(driver)
         return found
 
@@ -337,10 +332,7 @@ def _error_of_forward(context: Context, call: Call) -> Exception | None:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             found = error
-    try:
-        return found
-    finally:
-        del found  # It would keep this frame alive, and that one it.
+    return found
 
 
 def _is_free(context: Context) -> bool:

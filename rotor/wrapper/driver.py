@@ -41,7 +41,7 @@ from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.engines.plain import PlainEngine, PlainPlan
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
-from rotor.meter.step_meter import StepWatch, Verdict, cancel_running, forward_begins
+from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, is_of_forward, planning
@@ -418,7 +418,7 @@ class Driver:
         self._rediscover_if_changed()
         self._thread = threading.get_ident()
         is_beside = self._is_other_pending()
-        if forward_begins() or is_beside:
+        if cancel_running(all_steps=False) or is_beside:
             # Another step's backward is pending: a meter would mix both steps.
             self._is_crowded = True
         self.context.is_stepping = step_of_this_thread.is_running = True
@@ -568,8 +568,8 @@ class Driver:
         def start() -> StepWatch | None:
             is_crowded, self._is_crowded = self._is_crowded, False
             meter = None
-            if not core.in_pipeline():
-                meter = observer_of_step(engine, plan, absent, is_crowded=is_crowded)
+            if not (is_crowded or core.in_pipeline()):
+                meter = observer_of_step(engine, plan, absent)
             if meter is not None:
                 started.append(meter)
             return meter

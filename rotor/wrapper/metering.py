@@ -8,28 +8,22 @@ from typing import Any
 from rotor._pytorch import devices
 from rotor.engines.contract import Engine
 from rotor.meter import allocator
-from rotor.meter.step_meter import Earlier, StepBytes, StepMeter, StepWatch, take_earlier
+from rotor.meter.step_meter import StepBytes, StepMeter, StepWatch
 from rotor.meter.watch import RAISED, LevelWatch, PeakWatch, is_due, passing
 from rotor.wrapper.announcing import logging_at
 
 _UNMEASURED = "this step's memory was not measured"
 
 
-def observer_of_step(
-    engine: Engine, plan: Any, absent: tuple[bool, ...], *, is_crowded: bool
-) -> StepWatch | None:
+def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> StepWatch | None:
     """Return the observer of a step that begins now; ``None`` without one.
 
-    `absent` is True for each parameter without a gradient, and empty if that is not known. With
-    `is_crowded` the backward of another step is pending, and nothing is learned.
+    `absent` is True for each parameter without a gradient, and empty if that is not known.
     """
-    earlier = take_earlier()
-    if is_crowded and earlier is None:
-        return None
     if plan.reserving is not None:
         plan.reserving.begin(plan.device, plan.pool_blocks)
-    is_first, context = plan.awaits_meter and earlier is None, engine.context
-    if not is_first and earlier is None:
+    is_first, context = plan.awaits_meter, engine.context
+    if not is_first:
         if context.peers.ranks is not None and not engine.ranks_meter_later:
             return None
         has_gradients = not (absent and all(absent))
@@ -38,7 +32,7 @@ def observer_of_step(
                 return PeakWatch(engine, plan)
             return LevelWatch(engine, plan) if plan.levels else None
     try:
-        return _meter(engine, plan, earlier, is_first=is_first)
+        return _meter(engine, plan, is_first=is_first)
     except allocator.OtherThreadError:
         return None  # A later step is metered instead.
     except allocator.MeterBusyError as error:
@@ -52,15 +46,13 @@ def end_after_error(meter: StepWatch, owner: Any, plan: Any, *, may_go_on: bool)
 
     The caller may train on what the forward has noted; the owner has the context.
     """
-    if not isinstance(meter, StepMeter):
-        meter.cancel()
-    elif may_go_on:
+    if may_go_on and isinstance(meter, StepMeter):
         meter.forward_raised(owner.context.module.parameters(), passing(owner, plan, RAISED))
     else:
-        meter.cancel_attempt()
+        meter.cancel()
 
 
-def _meter(engine: Engine, plan: Any, earlier: Earlier | None, *, is_first: bool) -> StepMeter:
+def _meter(engine: Engine, plan: Any, *, is_first: bool) -> StepMeter:
     context, learner = engine.context, weakref.ref(engine)
     verbosity = context.settings.verbosity
 
@@ -90,5 +82,4 @@ def _meter(engine: Engine, plan: Any, earlier: Earlier | None, *, is_first: bool
         plan.reserving,
         lost if is_first else int,
         passing(engine, plan),
-        earlier,
     )
