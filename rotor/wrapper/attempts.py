@@ -168,9 +168,15 @@ class Attempts:
             except Exception as error:
                 raised = self._error_of(driver, call, error, measures=measures)
                 if raised is error:
+                    raised = self.failures = None
                     raise
             if raised is not None:
-                raise raised
+                self.failures = None
+                try:
+                    raise raised
+                finally:
+                    # An error in its own frames would keep what they hold.
+                    del raised
         self._report(driver)
         return found
 
@@ -332,7 +338,10 @@ def _error_of_forward(context: Context, call: Call) -> Exception | None:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             found = error
-    return found
+    try:
+        return found
+    finally:
+        del found  # It would keep this frame alive, and that one it.
 
 
 def _is_free(context: Context) -> bool:
