@@ -59,12 +59,13 @@ def make_pieces_plan(
         choice = choose_within(options, alone, least_alone, most)
         enough = max(least_alone, least + reserve_bytes)
         enough += scrap_bytes(enough)
+        names = [site.name for site in pieces.sites]
         raise InfeasibleError(
             f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of the "
             f"model alone need {exact_bytes(least_alone)}, and a step with the code between them "
             f"about {exact_bytes(enough)}: give at least that, or a smaller batch",
             enough,
-            peak=peak_of(options, alone, choice, [site.name for site in pieces.sites]),
+            peak=peak_of(options, alone, choice, names).in_all(enough, "between the parts"),
         )
     choice = choose_within(options, pieces.bases, limit_bytes - reserve_bytes, most)
     plan = PartsPlan(
