@@ -37,7 +37,9 @@ _ANSWERED = {
     "stride", "dtype", "device", "layout", "is_contiguous", "requires_grad", "grad", "data",
 }  # fmt: skip
 """Attributes of tensors that dynamo answers, without a trace in its graphs."""
-_KNOWN = frozenset(sys.stdlib_module_names - {"unittest"}) | {"torch", "rotor"}
+_KNOWN = frozenset(sys.stdlib_module_names - {"unittest"}) | {
+    "torch", "rotor", "typing_extensions",
+}  # fmt: skip
 
 
 def is_code(value: Any) -> bool:
