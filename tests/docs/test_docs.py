@@ -88,6 +88,8 @@ def test_code_runs(page, tmp_path, monkeypatch):
         with warnings.catch_warnings():
             if page.stem in FRAMEWORKS:
                 warnings.simplefilter("ignore")
+            # PyTorch's compiler says so between compiled functions, in plain training too.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             warnings.simplefilter("error", rotor.MemoryLimitWarning)
             exec(code, namespace)
     # A file that a page leaves open warns here, not in whichever test runs the collector next.

@@ -535,7 +535,8 @@ def emit(
     unsaved = [f"p{head.primal_of[n]}" for n in lowered.primals if n in lowered.mutated]
     saves = saved_primals(lowered)
     saved = [f"p{head.primal_of[n]}" for n in saves]
-    again = [f"p{head.primal_of[n]}" for n in read_primals(lowered) if n in tail.read - {*saves}]
+    unsaved_reads = tail.read.difference(saves)
+    again = [f"p{head.primal_of[n]}" for n in read_primals(lowered) if n in unsaved_reads]
     names = [*stored.values(), *states, *unsaved, *again, *lowered.symbols, *lowered.variables]
     changed = ", ".join(unsaved)
     if prover is not None:
