@@ -29,7 +29,7 @@ _MODULES: list[Any] = [
     torch, torch.nn.functional, torch.functional, torch._tensor, torch._C._nn, torch.linalg,
     torch.special, torch.fft,
 ]  # fmt: skip
-_NAMESPACES = tuple(map(vars, _MODULES))
+NAMESPACES = tuple(map(vars, _MODULES))
 _VALUES = methodcaller("values")
 _HOME = os.path.dirname(torch.__file__) + os.sep
 _ANSWERED = {
@@ -51,21 +51,20 @@ class TorchFunctions:
     """Functions that PyTorch has at construction."""
 
     def __init__(self) -> None:
-        self._seen = list(map(list, map(_VALUES, _NAMESPACES)))
-        names = [[k for k, value in held.items() if is_code(value)] for held in _NAMESPACES]
+        self._seen = list(map(list, map(_VALUES, NAMESPACES)))
+        names = [[k for k, value in held.items() if is_code(value)] for held in NAMESPACES]
         self._reads = [itemgetter(*known) for known in names]
         self._functions = self._read()
-        self._versions: tuple[int, ...] | None = None
+        self.versions: tuple[int, ...] = ()
+        """Versions of `NAMESPACES` in which they are known to be the same; empty if unknown."""
 
     def _read(self) -> list[Any]:
-        return [read(held) for read, held in zip(self._reads, _NAMESPACES, strict=True)]
+        return [read(held) for read, held in zip(self._reads, NAMESPACES, strict=True)]
 
     def are_same(self) -> bool:
         """Return whether none of them was replaced or deleted since."""
-        versions = _core.versions(_NAMESPACES)
-        if versions is not None and versions == self._versions:
-            return True
-        now = list(map(list, map(_VALUES, _NAMESPACES)))
+        versions = _core.versions(NAMESPACES) or ()
+        now = list(map(list, map(_VALUES, NAMESPACES)))
         if now != self._seen:
             try:
                 functions = self._read()
@@ -75,7 +74,7 @@ class TorchFunctions:
                 if new is not old and not _is_wrapped(new, old):
                     return False
             self._functions = functions
-        self._seen, self._versions = now, versions  # Modules that are imported later add names.
+        self._seen, self.versions = now, versions  # Modules that are imported later add names.
         return True
 
 

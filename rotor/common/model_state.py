@@ -113,7 +113,12 @@ class ModelState:
             if self._called_functions() != self._functions:
                 return False
             self._versions = versions
-        return self._torch.are_same() and modes.global_hooks() == self._hooks
+        if (
+            _core.versions(patches.NAMESPACES) != self._torch.versions
+            and not self._torch.are_same()
+        ):
+            return False
+        return modes.global_hooks() == self._hooks
 
     @cached_property
     def unit(self) -> Unit:
