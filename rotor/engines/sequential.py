@@ -395,7 +395,7 @@ class SequentialEngine(ChainEngine):
         """Return whether a schedule was computed on request, or an option of chains was given."""
         settings = self.settings
         return (
-            self.settings.asks_for_schedule
+            settings.asks_for_schedule
             or settings.algorithm is not None
             or bool(settings.algorithm_options)
             or settings.mem_slots is not None

@@ -258,11 +258,13 @@ class Driver:
         warn_of_checkpointing(self.context)
         while True:
             engine = self.order.of(key)
-            if not engine.plans_ahead or (engine.device_of(key) is not None and not again):
-                if not engine.plans_ahead and not again and engine is self.engines[0]:
+            if not engine.plans_ahead:
+                if engine is self.engines[0] and not again:
                     if key not in self.context.plans:
                         self._make(key)
                     engine.measure(key, call)
+                return None
+            if engine.device_of(key) is not None and not again:
                 return None
             try:
                 places = {tensor.device for tensor in tree_tensors(call.arguments)}

@@ -116,26 +116,22 @@ def noted_versions(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, 
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
-def check_inputs(noted: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Raise RuntimeError if a tensor that is read again has another version."""
-    for tensor, version in noted:
-        if tensor._version != version:
-            raise RuntimeError(
-                f"a parameter or an input (shape {tuple(tensor.shape)}) was changed in place "
-                "between its forward and its backward, which computes again what was made from "
-                "it: change it after the backward"
-            )
+OUTPUT_CHANGED = (
+    "an output of the model was changed in place before the backward, which needs it (shape "
+    "{shape}, version {found}, expected {expected}): change a clone of it instead"
+)
+INPUT_CHANGED = (
+    "a parameter or an input (shape {shape}) was changed in place between its forward and its "
+    "backward, which computes again what was made from it: change it after the backward"
+)
 
 
-def check_versions(kept: Sequence[tuple[torch.Tensor, int]]) -> None:
+def check_versions(kept: Sequence[tuple[torch.Tensor, int]], refusal: str) -> None:
     """Raise RuntimeError if a tensor has another version than the one given with it."""
     for tensor, version in kept:
         if tensor._version != version:
-            raise RuntimeError(
-                "an output of the model was changed in place before the backward, which needs it "
-                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {version}): "
-                "change a clone of it instead"
-            )
+            shape = tuple(tensor.shape)
+            raise RuntimeError(refusal.format(shape=shape, found=tensor._version, expected=version))
 
 
 class _Writer:
@@ -434,8 +430,9 @@ def emit(
         "empty": torch.empty,
         "backend_flags": dispatch.backend_flags,
         "keeps_graph": core.keeps_graph,
-        "check_inputs": check_inputs,
         "check_versions": check_versions,
+        "INPUT_CHANGED": INPUT_CHANGED,
+        "OUTPUT_CHANGED": OUTPUT_CHANGED,
         "noted_versions": noted_versions,
         "math": math,
         "torch": torch,
@@ -565,8 +562,8 @@ def emit(
         "    args.clear()",
         "    kept = token.kept",
         _unpack(["checks", "noted", *names], "kept"),
-        "    check_versions(checks)",
-        "    check_inputs(noted)",
+        "    check_versions(checks, OUTPUT_CHANGED)",
+        "    check_versions(noted, INPUT_CHANGED)",
         "    if not keeps_graph():",
         "        kept.clear()",
         "    kept = checks = noted = token = None",

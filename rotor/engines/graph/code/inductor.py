@@ -24,8 +24,9 @@ from rotor.common.accounting import INDUCTOR_MARGIN
 from rotor.engines.graph.code.actions import actions_of, deaths
 from rotor.engines.graph.code.early import EarlyCode
 from rotor.engines.graph.code.emit import (
+    INPUT_CHANGED,
+    OUTPUT_CHANGED,
     StepCode,
-    check_inputs,
     check_versions,
     noted_versions,
     saved_primals,
@@ -455,8 +456,8 @@ class InductorCode:
         self.prepare()
         count = len(self._saved)
         checks, noted, unsaved, kept = args[count].kept
-        check_versions(checks)
-        check_inputs(noted)
+        check_versions(checks, OUTPUT_CHANGED)
+        check_versions(noted, INPUT_CHANGED)
         known: dict[Source, Any] = {("primal", i): t for i, t in unsaved.items()}
         known.update((("primal", i), t) for i, t in zip(self._saved, args, strict=False))
         known.update((("tangent", i), t) for i, t in enumerate(args[count + 1 :]))
