@@ -15,6 +15,21 @@ import rotor
 from rotor.algorithms.sequence import Sequence
 
 
+class Habits(dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]]):
+    """Functions by name, each with one that makes its arguments; called, it takes another in."""
+
+    def __init__(self, make: Callable[[], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __call__(self, make: Callable[[], tuple[Any, ...]] | None = None) -> Any:
+        def taken_in(function: Callable[..., Any]) -> Callable[..., Any]:
+            self[function.__name__] = function, make or self._make
+            return function
+
+        return taken_in
+
+
 def schedules(n: int) -> dict[str, Sequence]:
     """Valid sequences of several shapes for n stages, n >= 2."""
     last = n - 1

@@ -310,22 +310,25 @@ def vmapped_and_kept(call: Any, net: nn.Module, x: torch.Tensor) -> None:
     x.grad = found.sum(0)
 
 
+def curves_of(y: torch.Tensor, x: torch.Tensor, **options: bool) -> list[torch.Tensor]:
+    """Return a slope, and rows of its derivative."""
+    slope = slope_of(y, x).sum(0)
+    return [
+        slope,
+        *torch.autograd.grad(slope, x, batches_of(slope), is_grads_batched=True, **options),
+    ]
+
+
 def curves(call: Any, net: nn.Module, x: torch.Tensor) -> None:
     y = call(x)
-    slope = slope_of(y, x).sum(0)
-    (rows,) = torch.autograd.grad(
-        slope, x, batches_of(slope), retain_graph=True, is_grads_batched=True
-    )
+    _, rows = curves_of(y, x, retain_graph=True)
     y.square().mean().backward()
     x.grad = rows.sum(0)
 
 
 def curves_differentiated(call: Any, net: nn.Module, x: torch.Tensor) -> None:
     y = call(x)
-    slope = slope_of(y, x).sum(0)
-    (rows,) = torch.autograd.grad(
-        slope, x, batches_of(slope), create_graph=True, is_grads_batched=True
-    )
+    slope, rows = curves_of(y, x, create_graph=True)
     (rows.square().mean() + slope.square().mean() + y.square().mean()).backward()
 
 

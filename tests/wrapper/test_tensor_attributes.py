@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import Habits
 
 import rotor
 from rotor.common.undisturbed import copied_arguments, trial
@@ -74,15 +75,7 @@ def batch() -> torch.Tensor:
     return torch.rand(BATCH, WIDTH)
 
 
-HABITS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {}
-
-
-def habit(make: Callable[[], tuple[Any, ...]] = lambda: (batch(),)) -> Any:
-    def keep(function: Callable[..., Any]) -> Callable[..., Any]:
-        HABITS[function.__name__] = function, make
-        return function
-
-    return keep
+habit = HABITS = Habits(lambda: (batch(),))
 
 
 @habit()

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from training import Habits
 
 import rotor
 from rotor.common.undisturbed import Trial, Untriable, trial
@@ -100,15 +101,7 @@ def tensor() -> torch.Tensor:
     return torch.rand(BATCH, WIDTH)
 
 
-HABITS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {}
-
-
-def habit(make: Callable[[], tuple[Any, ...]] = lambda: (tensor(),)) -> Any:
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        HABITS[function.__name__] = function, make
-        return function
-
-    return noted
+habit = HABITS = Habits(lambda: (tensor(),))
 
 
 @habit()
