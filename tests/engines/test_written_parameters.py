@@ -40,13 +40,15 @@ def made() -> nn.Module:
     return Scaled()
 
 
-def trained(model: nn.Module, called: nn.Module, name: str) -> list[torch.Tensor]:
+def trained(model: nn.Module, called: nn.Module, *names: str) -> list[torch.Tensor]:
+    """Gradients of three steps that add 1 to the named parameters before each backward."""
     seen = []
     for _ in range(3):
         model.zero_grad()
         loss = called(torch.ones(64, 64) * 0.1).square().sum()
         with torch.no_grad():
-            model.get_parameter(name).add_(1)
+            for name in names:
+                model.get_parameter(name).add_(1)
         loss.backward()
         seen += [parameter.grad for parameter in model.parameters()]
     return seen
@@ -80,7 +82,7 @@ def test_a_parameter_that_is_read_again_must_not_change(engine, limit):
         model, mem_limit=f"{limit} KiB", engine=engine, verbosity=-1, planning="before"
     )
     with pytest.raises(RuntimeError, match=CHANGED):
-        trained(model, limited, "0.first.bias")
+        trained(model, limited, *(f"{layer}.first.bias" for layer in range(4)))
 
 
 @pytest.mark.parametrize("engine", ["graph", "dynamic", "auto"])
