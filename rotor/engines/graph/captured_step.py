@@ -69,6 +69,8 @@ class CapturedStep:
     offload: Offload | None = None
     releases_outputs: bool = False
     """True if others hold the outputs of the forward, as far as these are held."""
+    values: tuple[int, ...] = ()
+    """Values of the symbols in its graph; none if it has one shape."""
     lowered: Lowered = field(init=False, repr=False)
     inductor: Inductor | None = field(init=False, default=None, repr=False)
     """Compiler of its programs; None if they are emitted as Python."""
@@ -167,6 +169,11 @@ class CapturedStep:
     def hands_over(self) -> bool:
         """True if gradients leave before the backward ends, to be added to existing ones."""
         return any(task.gradients for task in self.lowered.tasks)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all storages."""
+        return sum(size for size, _ in self.lowered.storages)
 
     @property
     def shares_shapes(self) -> bool:

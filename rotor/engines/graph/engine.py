@@ -36,7 +36,6 @@ from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
-from rotor.engines.graph.shape_improving import ShapeImprover
 from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.engines.proofs import StepProof
@@ -88,8 +87,7 @@ class GraphEngine(MeteredEngine):
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
         self.improver = Improver(context, self.steps)
-        self.shape_improver = ShapeImprover(self.improver)
-        context.searches.update((self.improver, self.shape_improver))
+        context.searches.add(self.improver)
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise if an option is unknown, random numbers may differ, or the profile is invalid.
@@ -320,7 +318,6 @@ class GraphEngine(MeteredEngine):
     def begin_planning(self) -> None:
         """Drop the compiled programs, and end the searches."""
         self.improver.stop()
-        self.shape_improver.stop()
         for step in self.steps.values():
             step.capture.forget_programs()
         self.sizing.forget_programs()
@@ -359,9 +356,7 @@ class GraphEngine(MeteredEngine):
 
     def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
         """Return the plan of the next step: a better one if a background search has found it."""
-        if plan.step.shares_shapes:
-            return self.shape_improver.improved(plan) if self.improves else plan
-        return self.improver.improved(plan, call)
+        return self.improver.improved(plan, call) if self.improves else plan
 
     def _planned(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any

@@ -4,6 +4,9 @@ The first step runs a program that a short search found with the costs of a glan
 following steps a few operations are measured; then a background thread searches, and the step after
 a search runs the program that was found, if that is better. The thread has the cost model alone,
 never the model.
+
+Shapes that share a graph are searched at the largest one first, then at those that come most often.
+Each program that is found is for every shape, which takes it if it is faster there and fits.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from rotor._pytorch import core
-from rotor.common.background import Executor, ThreadJob
+from rotor.common.background import Executor, Stopped, ThreadJob
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.contract import Call, Context, Key
 from rotor.engines.graph.captured_step import CapturedStep
@@ -28,18 +31,8 @@ from rotor.engines.graph.costs.glance import Refinement, glance
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord
-from rotor.engines.graph.searching import (
-    LEAST_GAIN,
-    MOST_ROUNDS,
-    SMALL_GAIN,
-    Kept,
-    Known,
-    begun_with,
-    exchanged,
-    is_fastest,
-    options_number,
-    outcome_of,
-)
+from rotor.engines.graph.searching import Kept, Known, options_number
+from rotor.engines.graph.shapes import ShapeStep, Values
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
@@ -57,6 +50,18 @@ _TIER_TIMES = 3
 """Ratio of the times of a search with a second tier, and without."""
 
 _SEARCH_SHARE = 0.1
+
+_MOST_ROUNDS = 3
+"""Number of searches for one program."""
+
+_MOST_SHAPES = 4
+"""Number of shapes of a graph at which a search is worth its time."""
+
+_SMALL_GAIN = 0.01
+"""Gain of a search after which no other one follows."""
+
+_LEAST_GAIN = 0.001
+"""Gain from which a program is exchanged, which takes the time of making its code."""
 
 Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
 logger = logging.getLogger("rotor")
@@ -139,18 +144,44 @@ class Rough:
 
 
 @dataclass
-class _Search:
-    """State of the search for one kind of step."""
+class _Target:
+    """Plan of one shape, and the searches for a better one."""
 
-    key: Key
     plan: GraphPlan
-    known: Known
-    record: PlanningRecord
-    job: ThreadJob | None = None
-    has_begun: bool = False
+    link: Link | None
+    """Link to a second tier with which is searched."""
+    is_final: bool = False
+    """True if no more searches follow."""
+    used: int = 0
+    """Number of steps."""
     rounds: int = 0
+    """Number of searches."""
     own_bytes: int = 0
-    link: Link | None = None
+    """Bytes to leave beside a program."""
+    seen: int = 0
+    """Value of `_Search.found` at the last comparison."""
+
+    def end(self) -> None:
+        """Look for no better plan."""
+        self.is_final = self.plan.planning.is_final = True
+
+
+@dataclass
+class _Search:
+    """State of the searches for programs of the same operations, at one shape or several."""
+
+    targets: dict[Values, _Target] = field(default_factory=dict)
+    """By the values of the symbols."""
+    key: Key | None = None
+    """That of the only kind of step; None if shapes share the programs."""
+    known: Known | None = None
+    """Knowledge on the only kind of step."""
+    job: ThreadJob | None = None
+    target: _Target | None = None
+    """Target of the running search."""
+    has_begun: bool = False
+    found: int = 0
+    """Number of better programs for every shape."""
 
 
 class Improver:
@@ -166,7 +197,8 @@ class Improver:
         """Place where searches run."""
         self.rough: dict[Any, Rough] = {}
         """Operations that are left to measure, by the measured part of the steps' key."""
-        self._searches: dict[Key, _Search] = {}
+        self._searches: dict[Any, _Search] = {}
+        """By the key of the only kind of step, or by the operations and the link of shapes."""
         self._keys: tuple[Lowered, list[str]] | None = None
         self._priced_seconds = 0.0
 
@@ -253,11 +285,13 @@ class Improver:
         old = context.plans.get(key)
         if not isinstance(old, GraphPlan):
             old = None
-        if before is not None and (before.plan is not old or before.plan.step is not step):
-            before = None
+        if before is not None:
+            (target,) = before.targets.values()
+            if target.plan is not old or old.step is not step:
+                before = None
         keys = self._keys[1] if self._keys is not None and self._keys[0] is step.lowered else None
         self._keys = None
-        known = Known(step.lowered, step.device, keys) if before is None else before.known
+        known = (before and before.known) or Known(step.lowered, step.device, keys)
         has_taken = self._take_loss(key, step, known)
         kept = [] if before is not None else known.programs()
         starts: list[Start] = [one.program for one in kept]
@@ -278,7 +312,7 @@ class Improver:
                 is_kept = quick.taken is not None and quick.taken < len(kept)
                 record.origin = "kept on disk" if is_kept else "repaired"
         else:
-            record = before.record
+            record = target.plan.planning
         record.seconds += time.thread_time() - begun + self._priced_seconds
         self._priced_seconds = 0.0
         plan.planning = record
@@ -289,14 +323,14 @@ class Improver:
             logger.info("%d operations are left to measure, a few after each step", left)
         if old is not None:
             plan.take_code(old)
-        search = _Search(key, plan, known, record, link=plan.program.link or step.link)
         is_settled = quick.taken is not None and quick.taken < len(kept)
-        record.is_final = is_fastest(plan) or (
+        record.is_final = _is_fastest(plan) or (
             is_settled
             and key.measured not in self.rough
-            and kept[quick.taken or 0] == self._kept(search, is_final=True)
+            and kept[quick.taken or 0] == self._kept(plan, is_final=True)
         )
-        self._searches[key] = search
+        target = _Target(plan, plan.program.link or step.link, record.is_final)
+        self._searches[key] = _Search({step.values: target}, key, known)
         return plan
 
     def _take_loss(self, key: Key, step: CapturedStep, known: Known) -> bool:
@@ -308,8 +342,7 @@ class Improver:
         learned[key.measured] = known.loss_bytes
         return True
 
-    def _kept(self, search: _Search, *, is_final: bool) -> Kept:
-        plan = search.plan
+    def _kept(self, plan: GraphPlan, *, is_final: bool) -> Kept:
         return Kept(
             plan.program.actions.tolist(),
             plan.limit_bytes,
@@ -320,9 +353,9 @@ class Improver:
             plan.program.link is not None,
         )
 
-    def _keep(self, search: _Search) -> None:
-        kept = self._kept(search, is_final=search.record.is_final)
-        search.known.keep(kept, self.context.learned_loss.get(search.key.measured))
+    def _keep(self, known: Known, plan: GraphPlan) -> None:
+        kept = self._kept(plan, is_final=plan.planning.is_final)
+        known.keep(kept, self.context.learned_loss.get(plan.key.measured))
 
     # -- better plans
 
@@ -331,114 +364,188 @@ class Improver:
 
         `call` is that of the next step, whose arguments may be read; None without one.
         """
-        search = self._searches.get(plan.key)
-        if search is None or search.plan is not plan:
+        step = plan.step
+        if isinstance(step, ShapeStep) and self.is_on() and not plan.is_refuted:
+            # Plans count on another speed of a tier after steps have shown it.
+            search = self._searches.setdefault((step.operations, step.link), _Search())
+            target = search.targets.setdefault(step.values, _Target(plan, step.link))
+            target.plan = plan
+            target.used += 1
+        elif plan.key in self._searches:
+            search = self._searches[plan.key]
+            (target,) = search.targets.values()
+        else:
             return plan
-        if not search.has_begun:
+        if target.plan is not plan:
+            return plan
+        if search.known is not None and not search.has_begun:
             # The first step has shown the need of the loss.
             search.has_begun = True
-            self._keep(search)
+            self._keep(search.known, plan)
             rough = self.rough.get(plan.key.measured)
             if rough is not None and not rough.is_kept:
                 rough.is_kept = True
                 rough.refinement.keep_rough()
-        if search.record.is_final:
-            return plan
-        if search.job is not None:
-            if not search.job.is_done():
-                return plan
-            job, search.job = search.job, None
-            self._collect(search, job)
-        elif self._measures(search, call):
-            pass
-        elif search.rounds < MOST_ROUNDS:
-            self._start(search)
-        return self._installed(plan, search)
+        self._advance(search, call)
+        self._compare(search, target)
+        return target.plan
 
-    def _measures(self, search: _Search, call: Call | None) -> bool:
+    def _advance(self, search: _Search, call: Call | None) -> None:
+        """Take the result of a search that has ended, or else measure, or begin a search."""
+        if search.job is not None:
+            if search.job.is_done():
+                self._collect(search)
+            return
+        target = self._next(search)
+        if target is not None and not self._measures(target.plan, call):
+            self._start(search, target)
+
+    def _next(self, search: _Search) -> _Target | None:
+        """Return the largest shape, or else the one that comes most often, if a search pays."""
+        targets = search.targets.values()
+        has_room = sum(target.rounds > 0 for target in targets) < _MOST_SHAPES
+        found = [
+            target
+            for target in targets
+            if not (target.is_final or _is_fastest(target.plan))
+            and (has_room or target.rounds)
+            and self.context.is_current(target.plan)
+        ]
+        if not found:
+            return None
+        largest = max(targets, key=lambda target: target.plan.step.total)
+        return largest if largest in found else max(found, key=lambda target: target.used)
+
+    def _measures(self, plan: GraphPlan, call: Call | None) -> bool:
         """Measure a few operations; return whether any were left."""
-        rough = self.rough.get(search.key.measured)
+        measured = plan.key.measured
+        rough = self.rough.get(measured)
         if rough is None:
             return False
         begun = time.thread_time()
         refinement = rough.refinement
         count = refinement.total if call is None else math.ceil(refinement.total / _MEASURING_STEPS)
-        refinement.advance(count, rough.primals(call), search.plan.limit_bytes)
+        refinement.advance(count, rough.primals(call), plan.limit_bytes)
         if refinement.is_done:
-            del self.rough[search.key.measured]
-            _take_costs(self._steps[search.key.measured], refinement)
-        search.record.seconds += time.thread_time() - begun
+            del self.rough[measured]
+            _take_costs(self._steps[measured], refinement)
+        plan.planning.seconds += time.thread_time() - begun
         return True
 
-    def _start(self, search: _Search) -> None:
+    def _start(self, search: _Search, target: _Target) -> None:
         """Begin a search from the program so far."""
-        plan = search.plan
-        start = _priced(plan.program, plan.step.graph(plan.loss_bytes), search.link)
+        plan, options = target.plan, self.context.settings.options
+        start = _priced(plan.program, plan.step.graph(plan.loss_bytes), target.link)
         if start is None:
-            search.record.is_final = True
+            target.end()
             return
-        own = max(plan.executor_bytes, search.own_bytes)
-        options = self.context.settings.options
-        work = begun_with(start.graph, plan, start, own, options, search.rounds)
-        search.job = self.executor(work)
+        plan.planning.is_final = False
+        own = max(plan.executor_bytes, target.own_bytes)
+        budget = max(plan.limit_bytes - own - plan.reserve_bytes, 1)
+        seeded = {**options, "seed": options.get("seed", 0) + target.rounds, "link": start.link}
+        search.target = target
+        search.job = self.executor(partial(_search, start.graph, budget, seeded, start))
 
-    def _collect(self, search: _Search, job: ThreadJob) -> None:
+    def _collect(self, search: _Search) -> None:
         """Take the program of a search that has ended, if it is better and fits."""
-        result, has_failed = outcome_of(job, self.context)
-        search.record.is_final |= has_failed
-        if result is None or search.plan.is_refuted:
+        job, target = search.job, search.target
+        assert job is not None
+        assert target is not None
+        search.job, plan, step = None, target.plan, target.plan.step
+        try:
+            result = job.result()
+        except Exception as error:
+            self.context.warn(
+                "planning",
+                f"the search for a better plan failed ({type(error).__name__}: {error}), and the "
+                "model trains on under the plan so far, which keeps the limit: "
+                'planning="before" searches before the first step, and raises such errors',
+            )
+            target.end()
+            return
+        if result is None:
             return
         found, seconds = result
-        search.rounds += 1
-        search.record.seconds += seconds
-        plan, graph = search.plan, found.graph
-        before = Program(graph, plan.program.actions, found.link)
+        target.rounds += 1
+        plan.planning.seconds += seconds
+        if plan.is_refuted:
+            target.end()
+            return
+        before = Program(found.graph, plan.program.actions, found.link)
         gain = 1 - found.time_ns / max(before.time_ns, 1)
-        if gain >= LEAST_GAIN:
-            self._exchange(search, found)
+        if gain < _LEAST_GAIN:
+            plan.graph, plan.program = found.graph, before
+        elif isinstance(step, ShapeStep):
+            target.own_bytes = step.bytes_beside(found, plan.limit_bytes)
+            step.learn_program(found)
+            search.found += 1
         else:
-            plan.graph, plan.program = graph, before
-        if gain < SMALL_GAIN or search.rounds >= MOST_ROUNDS:
-            search.record.is_final = True
-        if gain >= LEAST_GAIN or search.record.is_final:
-            self._keep(search)
+            self._exchange(target, found)
+        if gain < _SMALL_GAIN or target.rounds >= _MOST_ROUNDS or _is_fastest(target.plan):
+            target.end()
+        if search.known is not None and (gain >= _LEAST_GAIN or target.is_final):
+            self._keep(search.known, target.plan)
 
-    def _exchange(self, search: _Search, program: Program) -> None:
+    def _compare(self, search: _Search, target: _Target) -> None:
+        """Take the fastest program that is now known for every shape, if it is better and fits."""
+        plan, step = target.plan, target.plan.step
+        if not isinstance(step, ShapeStep) or target.seen == search.found:
+            return
+        target.seen = search.found
+        graph = step.graph(plan.loss_bytes)
+        room = plan.limit_bytes - plan.reserve_bytes - plan.executor_bytes
+        best = step.priced(graph, room, step.link)
+        before = Program(graph, plan.program.actions, step.link)
+        if best is not None and 1 - best.time_ns / max(before.time_ns, 1) >= _LEAST_GAIN:
+            self._exchange(target, best)
+
+    def _exchange(self, target: _Target, program: Program) -> None:
         """Make the plan of a better program, unless it does not fit with the bytes beside it."""
-        old = search.plan
+        old = target.plan
         own = old.step.bytes_beside(program, old.limit_bytes)
         if program.peak_bytes + own + old.reserve_bytes > old.limit_bytes:
             # The next search leaves so many bytes beside its program.
-            search.own_bytes = own
+            target.own_bytes = own
             return
         missing = old.step.tier_excess(program)
         if missing:
             assert program.link is not None
             most = min(program.link.host_bytes or program.host_peak_bytes, program.host_peak_bytes)
-            search.link = replace(program.link, host_bytes=max(most - missing, 0))
+            target.link = replace(program.link, host_bytes=max(most - missing, 0))
             return
-        search.plan = exchanged(old, program, own, search.record)
-
-    def _installed(self, old: GraphPlan, search: _Search) -> GraphPlan:
-        new = search.plan
-        if new is not old:
-            new.key = search.key
-            self.context.plans[search.key] = new
-            if self.context.latest is old:
-                self.context.latest = new
-        return new
+        new = target.plan = GraphPlan(
+            old.step,
+            program.graph,
+            program,
+            old.limit_bytes,
+            own,
+            old.loss_bytes,
+            old.planning,
+            reserve_bytes=old.reserve_bytes,
+            short_bytes=old.short_bytes,
+        )
+        new.warned_bytes, new.sparse_bytes = old.warned_bytes, old.sparse_bytes
+        new.planning.improved += 1
+        new.key = old.key
+        new.step.adopt(new)
+        self.context.plans[new.key] = new
+        if self.context.latest is old:
+            self.context.latest = new
 
     def finish(self, timeout: float | None) -> bool:
         """Bring all searches to their end; return whether that took at most `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         for search in list(self._searches.values()):
-            while not search.record.is_final and self.context.is_current(search.plan):
+            while search.job is not None or self._next(search) is not None:
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     return False
                 if search.job is not None and not search.job.wait(left):
                     return False
-                self.improved(search.plan, None)
+                self._advance(search, None)
+            for target in search.targets.values():
+                if self.context.is_current(target.plan):
+                    self._compare(search, target)
         return True
 
     def forget(self, measured: Any) -> None:
@@ -448,10 +555,33 @@ class Improver:
 
     def stop(self, measured: Any = None) -> None:
         """End the searches of a kind of step; by default all."""
-        for key in [k for k in self._searches if measured is None or k.measured == measured]:
-            search = self._searches.pop(key)
-            if search.job is not None:
-                search.job.stop()
+        for place, search in list(self._searches.items()):
+            if measured is None or (search.key is not None and search.key.measured == measured):
+                del self._searches[place]
+                if search.job is not None:
+                    search.job.stop()
+
+
+def _search(
+    graph: Graph, budget: int, options: dict[str, Any], start: Program, stops: Callable[[], bool]
+) -> tuple[Program, float]:
+    """Return the best program found, and the seconds of CPU time that it took."""
+
+    def progress(done: int, total: int) -> None:
+        if stops():
+            raise Stopped
+
+    begun = time.thread_time()
+    try:
+        found = planner.plan(graph, budget, progress=progress, start=start, **options)
+    except InfeasibleError:
+        found = start
+    return found, time.thread_time() - begun
+
+
+def _is_fastest(plan: GraphPlan) -> bool:
+    """Return whether no program can be faster: nothing runs again, and no run waits for a tier."""
+    return not plan.recomputed and not plan.program.waited
 
 
 def _take_costs(step: CapturedStep, refinement: Refinement) -> None:

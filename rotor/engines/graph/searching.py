@@ -1,4 +1,4 @@
-"""Programs that earlier runs of a script have found, and searches in the background.
+"""Programs that earlier runs of a script have found.
 
 Programs and reserves are kept on disk by the graph. Its fingerprint covers its operations, the
 layouts of their arguments, the storages, the device, PyTorch's version and the number of threads. A
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,13 +20,9 @@ from torch import fx
 
 from rotor._pytorch import core
 from rotor.common import cache
-from rotor.common.background import Stopped, ThreadJob, Work
-from rotor.engines.contract import Context
 from rotor.engines.graph.costs.profile import environment_of, keys_of
-from rotor.engines.graph.planned import GraphPlan, PlanningRecord
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.errors import InfeasibleError, InvalidSequenceError
-from rotor.graph import planner
+from rotor.errors import InvalidSequenceError
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
@@ -198,89 +192,3 @@ class KnownOrders:
         self._next += 1
         self._rows[name] = row
         cache.store(_ORDERS, self._environment, {name: row})
-
-
-MOST_ROUNDS = 3
-"""Number of searches for one program."""
-
-SMALL_GAIN = 0.01
-"""Gain of a search after which no other one follows."""
-
-LEAST_GAIN = 0.001
-"""Gain from which a program is exchanged, which takes the time of making its code."""
-
-
-def _search(
-    graph: Graph, budget: int, options: dict[str, Any], start: Program, stops: Callable[[], bool]
-) -> tuple[Program, float]:
-    """Return the best program found, and the seconds of CPU time that it took."""
-
-    def progress(done: int, total: int) -> None:
-        if stops():
-            raise Stopped
-
-    begun = time.thread_time()
-    try:
-        found = planner.plan(graph, budget, progress=progress, start=start, **options)
-    except InfeasibleError:
-        found = start
-    return found, time.thread_time() - begun
-
-
-def begun_with(
-    graph: Graph,
-    plan: GraphPlan,
-    start: Program,
-    own_bytes: int,
-    options: Mapping[str, Any],
-    rounds: int,
-) -> Work:
-    """Return the work of a search that begins with a program, after a number of earlier searches.
-
-    The limit and the reserve are those of `plan`, and the link is that of `start`. `own_bytes` are
-    to be left beside the graph's storages.
-    """
-    budget = max(plan.limit_bytes - own_bytes - plan.reserve_bytes, 1)
-    seeded = {**options, "seed": options.get("seed", 0) + rounds, "link": start.link}
-    return partial(_search, graph, budget, seeded, start)
-
-
-def outcome_of(job: ThreadJob, context: Context) -> tuple[tuple[Program, float] | None, bool]:
-    """Return the result of a search that has ended, and whether it failed; warn if so."""
-    try:
-        return job.result(), False
-    except Exception as error:
-        context.warn(
-            "planning",
-            f"the search for a better plan failed ({type(error).__name__}: {error}), and the "
-            "model trains on under the plan so far, which keeps the limit: "
-            'planning="before" searches before the first step, and raises such errors',
-        )
-        return None, True
-
-
-def is_fastest(plan: GraphPlan) -> bool:
-    """Return whether no program can be faster: nothing runs again, and no run waits for a tier."""
-    return not plan.recomputed and not plan.program.waited
-
-
-def exchanged(old: GraphPlan, program: Program, own: int, record: PlanningRecord) -> GraphPlan:
-    """Return the plan of a better program, under the conditions of the old one, and count it.
-
-    `own` are the bytes kept beside the graph's storages.
-    """
-    new = GraphPlan(
-        old.step,
-        program.graph,
-        program,
-        old.limit_bytes,
-        own,
-        old.loss_bytes,
-        record,
-        reserve_bytes=old.reserve_bytes,
-        short_bytes=old.short_bytes,
-    )
-    new.warned_bytes = old.warned_bytes
-    new.sparse_bytes = old.sparse_bytes
-    record.improved += 1
-    return new

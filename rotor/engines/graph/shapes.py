@@ -321,7 +321,6 @@ class ShapeStep(CapturedStep):
     """Step of a graph with symbols at one shape, given by values of the symbols."""
 
     symbolic: SymbolicGraph = None  # type: ignore[assignment]
-    values: Values = ()
 
     def __post_init__(self) -> None:
         self.base = self
