@@ -21,7 +21,15 @@ class CollectorPause:
     Pauses may overlap, in any threads. Reference counts free memory as before. With `collects` the
     end collects what was made since the begin, unless another pause goes on: Python would soon do
     so, and walk all older objects too.
+
+    Attributes
+    ----------
+    finds_frozen
+        Whether the program was once seen to freeze objects: it is not asked again, as their number
+        is found by a walk over all of them.
     """
+
+    finds_frozen = False
 
     def __init__(self, *, collects: bool = False) -> None:
         self._collects = collects
@@ -41,8 +49,10 @@ class CollectorPause:
                     _was_enabled = gc.isenabled()
                 _pauses.add(self)
                 gc.disable()
-                if self._collects and _was_enabled and not gc.get_freeze_count():
-                    self._sets_apart = True
+                if self._collects and _was_enabled and not self.finds_frozen:
+                    CollectorPause.finds_frozen = gc.get_freeze_count() > 0
+                    self._sets_apart = not self.finds_frozen
+                if self._sets_apart:
                     gc.freeze()
             return self
         except BaseException:
