@@ -15,7 +15,7 @@ from versions import FEW_GRAPHS
 from zoo.models import Row
 
 import rotor
-from rotor.engines.graph import capture, engine, shapes, sizing
+from rotor.engines.graph import capture, engine, sizing
 from rotor.engines.graph.shapes import ShapeStep
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator as memory
@@ -379,13 +379,13 @@ class OwnLoss(Gpt):
 @pytest.mark.slow
 def test_the_largest_shape_that_fits_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    largest_fitting = shapes.SymbolicGraph.largest_fitting
+    largest_fitting = ShapeStep.largest_fitting
 
     def counted(*args: Any) -> Any:
         looked.append(args)
         return largest_fitting(*args)
 
-    monkeypatch.setattr(shapes.SymbolicGraph, "largest_fitting", counted)
+    monkeypatch.setattr(ShapeStep, "largest_fitting", counted)
     # No backward ran: the gradient of the second output may not come.
     torch.manual_seed(0)
     chk = rotor.Checkpointable(OwnLoss(), engine="graph", effort="fast", mem_limit="1 GB")

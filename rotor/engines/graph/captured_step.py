@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ from rotor.tier.offload import Offload
 class CapturedStep:
     """Facts on one kind of step: its operations and their costs."""
 
+    shares_shapes: ClassVar[bool] = False
+    """True if costs and programs are shared with steps of other shapes."""
     capture: Capture
     captured: Captured
     costs: list[Cost]
@@ -174,31 +176,6 @@ class CapturedStep:
     def total(self) -> int:
         """Bytes of all storages."""
         return sum(size for size, _ in self.lowered.storages)
-
-    @property
-    def shares_shapes(self) -> bool:
-        """True if costs and programs are shared with steps of other shapes."""
-        return False
-
-    @property
-    def expected_excess(self) -> int:
-        """Bytes by which the step may exceed its prediction, as far as known before it ran."""
-        return 0
-
-    @property
-    def solver(self) -> Callable[..., Program] | None:
-        """Search for its programs, called as `pricing.search`; None to call that function."""
-        return None
-
-    def adopt(self, plan: Any) -> None:
-        """Take note of a plan of the step."""
-
-    def note_excess(self, excess_bytes: int) -> None:
-        """Take note of the bytes by which a metered step has exceeded its prediction."""
-
-    def largest_fitting(self, limit_bytes: int, shapes: Any) -> Any:
-        """Return the shapes of the largest call that fits in a limit; ``None`` if unknown."""
-        return None
 
     def note_loss(self, plan: Any, loss_bytes: int) -> bool:
         """Take note of the need of the caller's loss; return whether a plan should follow it."""

@@ -36,6 +36,7 @@ from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
+from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.engines.proofs import StepProof
@@ -517,7 +518,7 @@ class GraphEngine(MeteredEngine):
         """Compare a metered step with its plan, for the plans of other shapes too."""
         is_first = plan.awaits_meter
         super().learn(plan, step)
-        if is_first and plan.step.shares_shapes:
+        if is_first and isinstance(plan.step, ShapeStep):
             predicted = max(plan.predicted_bytes, self.repriced(plan))
             plan.step.note_excess(step.peak_bytes - predicted)
 

@@ -527,7 +527,8 @@ class Improver:
         new.warned_bytes, new.sparse_bytes = old.warned_bytes, old.sparse_bytes
         new.planning.improved += 1
         new.key = old.key
-        new.step.adopt(new)
+        if isinstance(new.step, ShapeStep):
+            new.step.adopt(new)
         self.context.plans[new.key] = new
         if self.context.latest is old:
             self.context.latest = new

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,8 @@ import torch
 from rotor._pytorch import symbols
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
-from rotor.engines.graph.capture import Capture, Captured
+from rotor.engines.graph.capture import Captured
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.code.early import Owners
 from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.offloading import Layout
@@ -134,30 +133,25 @@ class _Variant:
 class SymbolicGraph:
     """Captured graph with symbols: sizes, costs and programs of its steps.
 
-    `known` gives the programs on disk of a graph; by default none are read or kept.
+    `known` gives the programs on disk of a graph; by default none are read or kept. `facts` are
+    other fields of its steps (`ShapeStep`).
     """
 
     def __init__(
         self,
-        capture: Capture,
         captured: Captured,
         device: torch.device,
         *,
-        loss_captured: bool,
-        planned_for: str,
-        owners: Owners | None,
-        verifies: bool,
         origins: list[tuple[int, int]] | None = None,
         leaf_sizes: dict[int, list[str]] | None = None,
         known: Callable[[Lowered], KnownOrders] | None = None,
         offload: Offload | None = None,
+        **facts: Any,
     ) -> None:
-        self._known, self.offload = known, offload
+        self._known, self.offload, self._facts = known, offload, facts
         self.origins, self.leaf_sizes = origins, leaf_sizes or {}
         """As of `rotor.engines.graph.sizing.origins_of`."""
-        self.capture, self.captured, self.device = capture, captured, device
-        self.loss_captured, self.planned_for = loss_captured, planned_for
-        self.owners, self.verifies = owners, verifies
+        self.captured, self.device = captured, device
         self.sizes = Sizes(captured.lowered, device)
         self.fits = Fits()
         self.factors = np.ones(len(captured.lowered.storages))
@@ -248,17 +242,13 @@ class SymbolicGraph:
     def step(self, values: Values) -> ShapeStep:
         """Return the step of a shape."""
         return ShapeStep(
-            self.capture,
-            self.captured,
-            [],
-            self.device,
-            self.loss_captured,
-            self.planned_for,
-            self.owners,
-            verifies=self.verifies,
+            captured=self.captured,
+            costs=[],
+            device=self.device,
             offload=self.offload,
             symbolic=self,
             values=values,
+            **self._facts,
         )
 
     def values_at(self, shapes: Shapes) -> Values | None:
@@ -284,26 +274,6 @@ class SymbolicGraph:
             found[leaf] = tuple([int(symbols.evaluated(size, scope)) for size in sizes])
         return tuple(found)
 
-    def largest_fitting(self, step: ShapeStep, limit_bytes: int) -> Values | None:
-        """Return the largest shape that fits, between one with a plan and that of `step`.
-
-        The step fits in no plan. None is returned without a shape that has a plan within the limit.
-        """
-        known = [shape for shape, limit in self.held.items() if limit <= limit_bytes]
-        if not known:
-            return None
-        begin = max(known, key=self.total)
-        step.keep_least()
-        low, high = 0, _PARTS
-        while high - low > 1:
-            middle = (low + high) // 2
-            other = replace(step, values=_between(begin, step.values, middle))
-            if other.is_held(limit_bytes):
-                low = middle
-            else:
-                high = middle
-        return _between(begin, step.values, low)
-
 
 _PARTS = 1 << 12
 
@@ -320,6 +290,7 @@ def _between(low: Values, high: Values, part: int) -> Values:
 class ShapeStep(CapturedStep):
     """Step of a graph with symbols at one shape, given by values of the symbols."""
 
+    shares_shapes: ClassVar[bool] = True
     symbolic: SymbolicGraph = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -390,16 +361,6 @@ class ShapeStep(CapturedStep):
         return super().loss_workspace(given_bytes, learned_bytes)
 
     @property
-    def shares_shapes(self) -> bool:
-        """True: costs and programs are shared with steps of other shapes."""
-        return True
-
-    @property
-    def solver(self) -> Callable[..., Program]:
-        """Search among known programs first."""
-        return self.solve
-
-    @property
     def expected_excess(self) -> int:
         """Bytes by which the step may exceed its prediction, as steps of other shapes did."""
         known = self.symbolic.excess
@@ -441,13 +402,13 @@ class ShapeStep(CapturedStep):
                 best = program
         return best
 
-    def is_held(self, limit_bytes: int) -> bool:
+    def _is_held(self, limit_bytes: int) -> bool:
         """Return whether a known program fits in a limit."""
         own = self.most_executor_bytes(limit_bytes) + self.expected_excess
         graph = self.graph(self.loss_workspace(0, None))
         return self.priced(graph, limit_bytes - own, self.link) is not None
 
-    def keep_least(self) -> None:
+    def _keep_least(self) -> None:
         """Keep programs of little memory for this shape."""
         graph = self.graph(self.loss_workspace(0, None))
         found = planner.curve(graph, _LEAST_POINTS, effort="fast", link=self.link)
@@ -473,12 +434,24 @@ class ShapeStep(CapturedStep):
         self.symbolic.excess[self.values] = excess_bytes
 
     def largest_fitting(self, limit_bytes: int, shapes: Shapes) -> Shapes | None:
-        """Return the shapes of the largest call that fits in a limit; None if none is known.
+        """Return the shapes of the largest call that fits, between one with a plan and this one.
 
-        `shapes` are those of this call, which fits in no plan.
+        `shapes` are those of this call, which fits in no plan. None is returned without a shape
+        that has a plan within the limit.
         """
-        found = self.symbolic.largest_fitting(self, limit_bytes)
-        return None if found is None else self.symbolic.shapes_at(found, shapes)
+        known = [shape for shape, limit in self.symbolic.held.items() if limit <= limit_bytes]
+        if not known:
+            return None
+        begin = max(known, key=self.symbolic.total)
+        self._keep_least()
+        low, high = 0, _PARTS
+        while high - low > 1:
+            middle = (low + high) // 2
+            if replace(self, values=_between(begin, self.values, middle))._is_held(limit_bytes):
+                low = middle
+            else:
+                high = middle
+        return self.symbolic.shapes_at(_between(begin, self.values, low), shapes)
 
     def note_loss(self, plan: GraphPlan, loss_bytes: int) -> bool:
         """Have steps of other shapes expect the need of the loss; return whether it is larger."""

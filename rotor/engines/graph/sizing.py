@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,13 +19,13 @@ from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.early import owners_of
-from rotor.engines.graph.costs.profile import keys_of
+from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.recorded import MEASURED, price
 from rotor.engines.graph.costs.repeating import described_unrepeatable, keep_unrepeatable
 from rotor.engines.graph.costs.symbols import origin_values
 from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.searching import KnownOrders
-from rotor.engines.graph.shapes import Shapes, SymbolicGraph
+from rotor.engines.graph.shapes import Shapes, ShapeStep, SymbolicGraph
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
@@ -33,6 +33,9 @@ from rotor.units import exact_bytes
 
 _MOST_GRAPHS = 4
 """Number of captures with symbols of one family after which further shapes are captured alone."""
+
+Alone = tuple[Shapes, Lowered, Sequence[Cost]]
+"""Shapes of a call that was captured alone, with its operations and their costs."""
 
 Dimensions = Sequence[tuple[int, int]]
 """Dimensions of a call's arguments: (leaf, number)."""
@@ -167,6 +170,47 @@ class Family:
             self.refusal = f"its code asked for more than {_MOST_GRAPHS} graphs with symbols"
             return None
         return found
+
+    def step(
+        self,
+        found: Unplanned,
+        slots: Sequence[core.Slot],
+        arguments: Any,
+        device: torch.device,
+        price: Callable[[Lowered], Sequence[Cost]],
+        alone: Iterable[Alone],
+        **facts: Any,
+    ) -> tuple[ShapeStep, bool]:
+        """Return the step of a call that was captured with symbols, and whether its graph is new.
+
+        `slots` are those of the module's parameters. A new graph has the costs that `price` returns
+        at the sizes of the call, and those of the shapes that were captured `alone`; `facts` are as
+        of `SymbolicGraph`.
+        """
+        captured, lowered = found.captured, found.captured.lowered
+        values = tuple(origin_values(lowered, found.primals))
+        known = self.graph_of(captured)
+        if known is not None:
+            return known.step(values), False
+        origins, sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
+        graph = SymbolicGraph(
+            captured,
+            device,
+            origins=origins,
+            leaf_sizes=sizes,
+            capture=self.shared_capture,
+            owners=owners_of(lowered, found.primals, slots, arguments),
+            **facts,
+        )
+        costs = price(graph.concrete(values))
+        keep_unrepeatable(lowered, [cost.flags for cost in costs])
+        graph.add_point(values, costs)
+        for shapes, operations, priced in alone:
+            there = graph.values_at(shapes)
+            if there is not None and there != values:
+                graph.add_known(there, dict(zip(keys_of(operations, device), priced, strict=True)))
+        self.graphs.append(graph)
+        return graph.step(values), True
 
     def _constants(
         self,
@@ -326,12 +370,38 @@ class Sizing:
         if found is None:
             family.separate_count += 1
             return None
+        context, settings, device = (
+            self.context,
+            self.context.settings,
+            self.context.device_of(call),
+        )
+        primals, known = found.primals, [(m, steps.get(m)) for m in family.shapes]
+        alone = {m: step for m, step in known if step is not None and not step.shares_shapes}
+
+        def priced(lowered: Lowered) -> list[Cost]:
+            with progress(1, "measuring the operations") as update:
+                return price(settings.profile, lowered, device, primals, progress=update)
+
         try:
-            if family.graph_of(found.captured) is None:
-                self._add_graph(family, found, call, steps, loss_captured=loss_fn is not None)
-            made = steps[key.measured] = self._resized(family, found)
+            made, is_new = family.step(
+                found,
+                context.structure.parameters,
+                arguments,
+                device,
+                priced,
+                [(family.shapes[m], one.captured.lowered, one.costs) for m, one in alone.items()],
+                loss_captured=loss_fn is not None,
+                planned_for="" if settings.profile == MEASURED else settings.profile.device,
+                verifies=settings.verify != "off",
+                known=self._known_orders(device),
+                offload=settings.offload,
+            )
         finally:
             found.drop()
+        steps[key.measured] = made
+        if is_new:
+            warn_unrepeatable(context, [made.captured.lowered])
+            self._join(family, made, alone, steps)
         return made
 
     def captured_separately(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
@@ -347,67 +417,32 @@ class Sizing:
     def reached(self, key: Key, found: Unplanned) -> CapturedStep | None:
         """Return the step of a call that reached a known graph with symbols, if it did."""
         family = self.families.of(key.measured)
-        if family is None or family.graph_of(found.captured) is None:
+        graph = None if family is None else family.graph_of(found.captured)
+        if graph is None:
             return None
-        made = self._resized(family, found)
+        made = graph.step(tuple(origin_values(found.captured.lowered, found.primals)))
         found.drop()
         return made
 
-    @staticmethod
-    def _resized(family: Family, found: Unplanned) -> CapturedStep:
-        graph = family.graph_of(found.captured)
-        assert graph is not None
-        return graph.step(tuple(origin_values(found.captured.lowered, found.primals)))
-
-    def _add_graph(
+    def _join(
         self,
         family: Family,
-        found: Unplanned,
-        call: Call,
+        made: ShapeStep,
+        alone: dict[Any, CapturedStep],
         steps: dict[Any, CapturedStep],
-        *,
-        loss_captured: bool,
     ) -> None:
-        """Add a graph with symbols, with costs of its operations at the known shapes."""
-        captured, device = found.captured, self.context.device_of(call)
-        settings, context, lowered = self.context.settings, self.context, captured.lowered
-        values = tuple(origin_values(lowered, found.primals))
-        arguments = (*call.arguments, call.targets)
-        origins, leaf_sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
-        graph = SymbolicGraph(
-            family.shared_capture,
-            captured,
-            device,
-            loss_captured=loss_captured,
-            planned_for="" if settings.profile == MEASURED else settings.profile.device,
-            owners=owners_of(lowered, found.primals, context.structure.parameters, arguments),
-            verifies=settings.verify != "off",
-            origins=origins,
-            leaf_sizes=leaf_sizes,
-            known=self._known_orders(device),
-            offload=settings.offload,
-        )
-        with progress(1, "measuring the operations") as update:
-            costs = price(
-                settings.profile, graph.concrete(values), device, found.primals, progress=update
-            )
-        keep_unrepeatable(lowered, [cost.flags for cost in costs])
-        warn_unrepeatable(context, [lowered])
-        graph.add_point(values, costs)
-        for measured, shapes in family.shapes.items():
-            step, there = steps.get(measured), graph.values_at(shapes)
-            if step is None or step.shares_shapes or there is None or there == values:
+        """Have shapes that were captured alone run on the graph of a step, as others do."""
+        context, graph = self.context, made.symbolic
+        for measured in alone:
+            there = graph.values_at(family.shapes[measured])
+            if there is None or there == made.values:
                 continue
-            known = dict(zip(keys_of(step.captured.lowered, device), step.costs, strict=True))
-            graph.add_known(there, known)
             if measured in context.learned_loss:
                 graph.losses[there] = context.learned_loss[measured]
             for key in [key for key in context.plans if key.measured == measured]:
-                # From now on this shape runs on the graph with symbols, as the others do.
                 graph.held[there] = context.plans.pop(key).limit_bytes
             steps[measured] = graph.step(there)
             family.separate_count -= 1
-        family.graphs.append(graph)
 
     def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:
         """Return a function that reads programs from disk; None where a seed decides alone."""
@@ -453,10 +488,12 @@ class Sizing:
         `solve`, and the planner's if that is None. Raise InfeasibleError if no program fits;
         `too_large` has a better message.
         """
+        if not isinstance(step, ShapeStep):
+            return make(reserve_bytes, solve)
         family, begun = self.families.of(key.measured), time.monotonic()
-        plan = make(max(reserve_bytes, step.expected_excess), step.solver or solve)
+        plan = make(max(reserve_bytes, step.expected_excess), step.solve)
         step.adopt(plan)
-        if family is not None and step.shares_shapes:
+        if family is not None:
             spent = family.seconds.get(key.measured, 0.0)
             family.seconds[key.measured] = spent + time.monotonic() - begun
         return plan
@@ -478,7 +515,7 @@ class Sizing:
         `error` of the search for its plan is returned if no other shape is known.
         """
         family = self.families.of(key.measured)
-        if not step.shares_shapes or family is None:
+        if not isinstance(step, ShapeStep) or family is None:
             return error
         shapes = family.shapes[key.measured]
         differing = family.differing(shapes)

@@ -17,11 +17,9 @@ from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.early import owners_of, slots_of
-from rotor.engines.graph.costs.profile import Cost, keys_of
-from rotor.engines.graph.costs.repeating import keep_unrepeatable
-from rotor.engines.graph.costs.symbols import origin_values
-from rotor.engines.graph.shapes import ShapeStep, SymbolicGraph
-from rotor.engines.graph.sizing import Families, Family, origins_of, shapes_of
+from rotor.engines.graph.costs.profile import Cost
+from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.graph.sizing import Alone, Families, Family, shapes_of
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.parts.kinds import Kind
 from rotor.errors import CaptureError
@@ -38,7 +36,7 @@ class SharedShapes:
     def __init__(self, device: torch.device, price: Price) -> None:
         self._device, self._price = device, price
         self._families: dict[Any, Families] = {}
-        self._known: dict[int, list[tuple[Any, Lowered, list[Cost]]]] = {}
+        self._known: dict[int, list[Alone]] = {}
 
     def step(
         self,
@@ -63,11 +61,15 @@ class SharedShapes:
         if found is None:
             return None
         try:
-            values = tuple(origin_values(found.captured.lowered, found.primals))
-            graph = family.graph_of(found.captured)
-            if graph is None:
-                graph = self._graph(family, found, module, arguments, values)
-            return graph.step(values)
+            return family.step(
+                found,
+                slots_of(module),
+                arguments,
+                self._device,
+                lambda lowered: self._price(lowered, self._device, found.primals),
+                self._known.get(id(family), []),
+                loss_captured=False,
+            )[0]
         finally:
             found.drop()
 
@@ -81,43 +83,12 @@ class SharedShapes:
     ) -> None:
         """Take note of the costs of a call that was captured alone."""
         family = self._family(key, module, signature, arguments)
-        self._known.setdefault(id(family), []).append((family.shapes.get(signature), *known))
+        if signature in family.shapes:
+            self._known.setdefault(id(family), []).append((family.shapes[signature], *known))
 
     def _family(self, key: Any, module: nn.Module, signature: Any, arguments: Any) -> Family:
         families = self._families.setdefault(key, Families())
         return families.joined(signature, module, (*arguments, ()))
-
-    def _graph(
-        self,
-        family: Family,
-        found: Unplanned,
-        module: nn.Module,
-        arguments: tuple[Any, Any],
-        values: tuple[int, ...],
-    ) -> SymbolicGraph:
-        captured, device, lowered = found.captured, self._device, found.captured.lowered
-        leaves = core.tree_flatten((*arguments, ()))[0]
-        origins, leaf_sizes = origins_of(captured, found.primals, leaves)
-        graph = SymbolicGraph(
-            family.shared_capture,
-            captured,
-            device,
-            loss_captured=False,
-            planned_for="",
-            owners=owners_of(lowered, found.primals, slots_of(module), arguments),
-            verifies=True,
-            origins=origins,
-            leaf_sizes=leaf_sizes,
-        )
-        costs = self._price(graph.concrete(values), device, found.primals)
-        keep_unrepeatable(lowered, [cost.flags for cost in costs])
-        graph.add_point(values, costs)
-        for shapes, alone, known in self._known.get(id(family), []):
-            there = None if shapes is None else graph.values_at(shapes)
-            if there is not None and there != values:
-                graph.add_known(there, dict(zip(keys_of(alone, device), known, strict=True)))
-        family.graphs.append(graph)
-        return graph
 
 
 class Captures:
