@@ -34,7 +34,7 @@ from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
-from rotor.engines.graph.making import loaded_plan, make_graph_plan
+from rotor.engines.graph.making import each, loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
@@ -344,6 +344,7 @@ class GraphEngine(MeteredEngine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> GraphPlan:
         """Return the fastest program found under a limit."""
         step = self._step_of(key)
+        step = step.base.variant(step.existing, self._agreed(step.absent_tangents))
         planned = partial(self._planned, step, key, limit_bytes, reserve_bytes)
         if step.shares_shapes:
             return planned(None)
@@ -354,6 +355,10 @@ class GraphEngine(MeteredEngine):
         plan = planned(self.solve())
         plan.planning.seconds = time.thread_time() - begun
         return plan
+
+    def _agreed(self, tangents: frozenset[int]) -> frozenset[int]:
+        """Return the tangents among some on which all ranks that share a plan agree."""
+        return tangents
 
     def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
         """Return the plan of the next step: a better one if a background search has found it."""
@@ -369,14 +374,14 @@ class GraphEngine(MeteredEngine):
             try:
                 return self.sizing.plan(step, key, reserve_bytes, solve, make)
             except InfeasibleError:
-                if not step.lowered.drop_preferences():
+                if not any(each(self.context.peers.ranks, step.lowered.drop_preferences)):
                     raise
             return self.sizing.plan(step, key, reserve_bytes, solve, make)
 
         try:
             return plan_of(step)
         except InfeasibleError as error:
-            doubtful = step.doubtful_tangents
+            doubtful = self._agreed(step.doubtful_tangents)
             if not doubtful:
                 raise self.sizing.too_large(step, key, limit_bytes, error) from None
         # The first step is metered, and shows which outputs have a gradient.
@@ -389,29 +394,34 @@ class GraphEngine(MeteredEngine):
     def _found(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any
     ) -> GraphPlan:
+        ranks = self.context.peers.ranks
+        loss_bytes, knows = self._loss_bytes(key), self._knows_loss(key)
+        guess = max(each(ranks, lambda: 0 if knows else loss_bytes))
         with progress(1, f"planning{self.sizing.described(key)}") as update:
 
-            def plan_with(loss_bytes: int) -> GraphPlan:
-                return make_graph_plan(
+            def plan_with(reserved: int) -> GraphPlan:
+                own = loss_bytes if knows else min(loss_bytes, reserved)
+                plan = make_graph_plan(
                     step,
                     limit_bytes,
-                    loss_bytes,
+                    own,
                     reserve_bytes=reserve_bytes,
                     options=self.settings.options,
                     progress=update,
                     solve=solve,
                     sets_aside=self.sets_aside,
+                    ranks=ranks,
                 )
+                plan.short_bytes = loss_bytes - own
+                return plan
 
-            loss_bytes = self._loss_bytes(key)
-            if self._knows_loss(key) or not loss_bytes:
-                plan = plan_with(loss_bytes)
-            else:
-                plan, reserved = plan_with_guess(plan_with, loss_bytes, limit_bytes)
-                plan.short_bytes = loss_bytes - reserved
+            # Where every rank knows its loss, the guess is 0.
+            plan, _ = plan_with_guess(plan_with, guess, limit_bytes)
         logger.info(
-            "planned %d operations: predicted peak %s of %s, %.4g s a step, %d run more than once",
+            "planned %d operations%s: predicted peak %s of %s, %.4g s a step, %d run more than "
+            "once",
             len(step.lowered.tasks),
+            "" if ranks is None else f" with {ranks.size} ranks",
             format_bytes(plan.predicted_bytes),
             format_bytes(plan.limit_bytes),
             plan.makespan,

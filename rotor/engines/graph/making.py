@@ -1,20 +1,30 @@
-"""Plans of captured graphs from a limit, or from a saved program."""
+"""Plans of captured graphs from a limit, or from a saved program.
+
+Ranks that have captured the same graph, each at sizes of its own, run one program. It is searched
+on one cost model: bytes are the most of any rank, times their means. A program that fits there fits
+on every rank, which prices it by its own sizes.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from rotor.common.joining import joined
+from rotor.common.ranks import RankError, Ranks, digest
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.pricing import build_graph, search
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord, lower_bound_of
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
+
+T = TypeVar("T")
 
 
 def loaded_plan(
@@ -99,26 +109,40 @@ def make_graph_plan(
     progress: Any = None,
     solve: Callable[..., Program] | None = None,
     sets_aside: bool = False,
+    ranks: Ranks | None = None,
 ) -> GraphPlan:
     """Return the fastest program found under a limit.
 
     `solve` is called as `search`, which plans by default. `sets_aside` has it leave all that its
     program needs beside the graph's storages, even if the limit has room: it plans for less. Raise
     InfeasibleError with the least limit for which a plan was found if there is none under this one.
+
+    With `ranks`, this is a collective operation: the limit and the reserve are the same on all, the
+    first one searches, and each returns its plan of that program. Raise RankError if they have
+    captured different graphs, or another one has failed.
     """
+    of_all = partial(each, ranks)
     graph = step.graph(loss_bytes)
     find = solve or search
+    sizes = [0]
+    if ranks is not None:
+        check_same(ranks, step.lowered)
+        everyone = ranks.together(lambda: Needs.of(graph))
+        sizes = [sum(needs.sizes) for needs in everyone]
+        joint = joint_graph(graph, everyone) if ranks.rank == 0 else graph
+        find = partial(_found_by_first, ranks, joint)
     if step.offload is not None:
-        find = partial(_search_with_tier, step, find)
+        find = partial(_search_with_tier, step, find, of_all)
 
     def found(own: int) -> Found:
         budget = max(limit_bytes - own - reserve_bytes, 1)
         program = find(graph, budget, options or {}, progress)
-        needed = step.bytes_beside(program, limit_bytes)
-        within = program.peak_bytes + needed + reserve_bytes <= limit_bytes
-        return Found(program, needed, needed <= own if sets_aside else within)
+        pairs = of_all(lambda: (step.bytes_beside(program, limit_bytes), program.peak_bytes))
+        beside = [needed for needed, _ in pairs]
+        within = all(peak + needed + reserve_bytes <= limit_bytes for needed, peak in pairs)
+        return Found(program, beside, max(beside) <= own if sets_aside else within)
 
-    own = failed = step.executor_bytes(0, 0, limit_bytes)
+    own = failed = max(of_all(lambda: step.executor_bytes(0, 0, limit_bytes)))
     while True:
         try:
             best = found(own)
@@ -129,36 +153,65 @@ def make_graph_plan(
                 break
             # The random states fit then too, whatever the program of that peak recomputes.
             least = error.minimum_bytes + reserve_bytes
-            least += max(step.most_executor_bytes(max(limit_bytes, least)), own)
-            bound = lower_bound_of(step, graph, limit_bytes) + reserve_bytes
+            most = partial(step.most_executor_bytes, max(limit_bytes, least))
+            least += max(own, *of_all(most))
+            bound = max(of_all(lambda: lower_bound_of(step, graph, limit_bytes))) + reserve_bytes
+            peak = error.peak and error.peak.in_all(least)
             raise InfeasibleError(
-                f"no plan was found that fits in {exact_bytes(limit_bytes)}; the least limit for "
-                f"which one was found is {exact_bytes(least)}, and provably none fits in less "
-                f"than {exact_bytes(bound)}: give at least the former, or a smaller batch",
-                least,
-                bound,
-                error.peak and error.peak.in_all(least),
+                _refusal(limit_bytes, least, bound, sizes), least, bound, peak
             ) from None
         if best.fits:
             break
-        failed, own = own, max(own, best.needed)
+        failed, own = own, max(own, *best.beside)
     if step.counts == "reserved" and own > failed:
         best = _closer(found, best, failed, own)
-    program, needed = best.program, best.needed
-    return GraphPlan(
-        step,
-        graph,
-        program,
-        limit_bytes,
-        needed,
-        loss_bytes,
-        reserve_bytes=reserve_bytes,
+    beside = best.beside[0 if ranks is None else ranks.rank]
+    plan = GraphPlan(
+        step, graph, best.program, limit_bytes, beside, loss_bytes, reserve_bytes=reserve_bytes
     )
+
+    def take_places() -> None:
+        if plan.layout is not None:
+            plan.layout.prepare()
+
+    if ranks is not None:
+        ranks.together(take_places)
+    return plan
+
+
+def _refusal(limit_bytes: int, least_bytes: int, bound_bytes: int, sizes: list[int]) -> str:
+    """Return the text on a limit in which no program fits; `sizes` are those of each rank."""
+    of_all, which, cure = "", "least limit", "or a smaller batch"
+    if len(sizes) > 1:
+        of_all, which = f", the least limit of {len(sizes)} ranks", "least"
+        cure = "to each rank, or smaller batches"
+        if len(set(sizes)) > 1:
+            cure += f", on rank {sizes.index(max(sizes))} most of all"
+    comma = "," if len(sizes) == 1 else ""
+    return (
+        f"no plan was found that fits in {exact_bytes(limit_bytes)}{of_all}; the {which} for which "
+        f"one was found is {exact_bytes(least_bytes)}, and provably none fits in less than "
+        f"{exact_bytes(bound_bytes)}: give at least the former{comma} {cure}"
+    )
+
+
+def each(ranks: Ranks | None, own: Callable[[], T]) -> list[T]:
+    """Return what a function returns on each rank, in their order; on this one if it is alone."""
+    return [own()] if ranks is None else ranks.together(own)
+
+
+def _found_by_first(
+    ranks: Ranks, joint: Graph, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+) -> Program:
+    """Return the program of a graph that the first rank finds for the cost model of all ranks."""
+    actions = ranks.decide(lambda: search(joint, budget, options, progress).actions)
+    return Program(graph, actions, options.get("link"))
 
 
 def _search_with_tier(
     step: CapturedStep,
     find: Callable[..., Program],
+    of_all: Callable[[Callable[[], int]], list[int]],
     graph: Graph,
     budget: int,
     options: dict[str, Any],
@@ -175,7 +228,7 @@ def _search_with_tier(
     room = offload.limit_bytes
     for _ in range(_ROOMIER):
         program = find(graph, budget, {**options, "link": link}, progress)
-        missing = step.tier_excess(program)
+        missing = max(of_all(partial(step.tier_excess, program)))
         if room is None or missing <= 0:
             return program
         most = link.host_bytes if link.host_bytes is not None else room
@@ -187,7 +240,8 @@ class Found(NamedTuple):
     """Program of a search, its bytes beside the graph's storages, and whether both fit."""
 
     program: Program
-    needed: int
+    beside: list[int]
+    """By rank."""
     fits: bool
 
 
@@ -219,3 +273,79 @@ def _closer(found: Callable[[int], Found], best: Found, failed: int, own: int) -
         else:
             failed = middle
     return best
+
+
+def signatures_of(lowered: Lowered) -> list[Any]:
+    """Return descriptions, with faithful ``repr``, of a graph's operations under any sizes."""
+    return [
+        (
+            "" if task.node is None else str(task.node.target),
+            task.phase,
+            task.inputs,
+            sorted(task.made.items()),
+            task.random,
+        )
+        for task in lowered.tasks
+    ]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Costs of one rank's operations."""
+
+    is_movable: tuple[bool, ...]
+    """By storage."""
+    sizes: tuple[int, ...]
+    """Bytes by storage."""
+    is_once: tuple[bool, ...]
+    """By operation."""
+    costs_ns: tuple[int, ...]
+    workspaces: tuple[int, ...]
+    """Bytes by operation."""
+
+    @classmethod
+    def of(cls, graph: Graph) -> Needs:
+        """Return the needs of a cost model."""
+        return cls(
+            tuple([storage.movable for storage in graph.storages]),
+            tuple([storage.bytes for storage in graph.storages]),
+            tuple([op.once for op in graph.operations]),
+            tuple([op.cost_ns for op in graph.operations]),
+            tuple([op.workspace_bytes for op in graph.operations]),
+        )
+
+
+def check_same(ranks: Ranks, lowered: Lowered) -> None:
+    """Raise RankError, on every rank, if one has captured another graph than the first one."""
+    mine = [digest(signature) for signature in signatures_of(lowered)]
+    pinned = digest([bool(is_pinned) for _, is_pinned in lowered.storages])
+    everyone = ranks.exchange((mine, pinned))
+    first, _ = everyone[0]
+    for rank, (other, _) in enumerate(everyone):
+        if everyone[rank] == everyone[0]:
+            continue
+        pairs = enumerate(zip(first, other, strict=False))
+        number = next((k for k, (one, another) in pairs if one != another), None)
+        place = "" if number is None else f", the first difference at number {number}"
+        if number is not None and number < len(mine):
+            place += f" ({lowered.tasks[number].name} on this rank)"
+        raise RankError(
+            f"rank 0 has captured {len(first)} operations, rank {rank} {len(other)}{place}: ranks "
+            "that share plans need the same model, frozen parameters and kind of input, and the "
+            "same Python values that its code depends on"
+        )
+
+
+def joint_graph(graph: Graph, everyone: Sequence[Needs]) -> Graph:
+    """Return the cost model of all ranks, from that of one: the most bytes of any, mean times."""
+    needs = joined(everyone, mean=["costs_ns"], least=["is_movable"])
+    storages = [
+        replace(storage, bytes=size, movable=moves)
+        for storage, size, moves in zip(graph.storages, needs.sizes, needs.is_movable, strict=True)
+    ]
+    by_operation = needs.costs_ns, needs.workspaces, needs.is_once
+    operations = [
+        replace(op, cost_ns=cost, workspace_bytes=workspace, once=is_once)
+        for op, cost, workspace, is_once in zip(graph.operations, *by_operation, strict=True)
+    ]
+    return Graph(storages, None, operations)

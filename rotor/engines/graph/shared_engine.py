@@ -7,12 +7,9 @@ then each rank knows that its call has reached the planned graph, and that its t
 
 from __future__ import annotations
 
-import logging
-import time
 from functools import partial
 from typing import Any, ClassVar
 
-from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks, digest
 from rotor.engines.contract import (
     Call,
@@ -28,14 +25,11 @@ from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.engine import GraphEngine
+from rotor.engines.graph.making import check_same
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.shared_plan import check_same, make_shared_plan
-from rotor.engines.learning import plan_with_guess
-from rotor.errors import CaptureError, InfeasibleError
+from rotor.errors import CaptureError
 from rotor.report.text import Text
-from rotor.units import exact_bytes, format_bytes
-
-logger = logging.getLogger("rotor")
+from rotor.units import exact_bytes
 
 _READY, _ELSEWHERE, _FAILED = range(3)
 
@@ -175,64 +169,10 @@ class SharedGraphEngine(GraphEngine):
         limit, reserve = self._ranks.joint_limit(limit_bytes, reserve_bytes)
         if self.settings.offload is not None:
             self.settings.offload.share(self._ranks)
-        whole = self.steps[key.measured]
-        tangents = self._ranks.exchange((whole.absent_tangents, whole.doubtful_tangents))
-        absent, doubtful = (frozenset.intersection(*sets) for sets in zip(*tangents, strict=True))
-        existing = whole.existing_among(key.absent)
-        begun = time.thread_time()
-        try:
-            plan = self._shared(whole.variant(existing, absent), key, limit, reserve)
-        except InfeasibleError:
-            if not doubtful:
-                raise
-            # The first step is metered, and shows which outputs have a gradient.
-            plan = self._shared(whole.variant(existing, doubtful), key, limit, reserve)
-        plan.planning.seconds = time.thread_time() - begun
-        return plan
+        return super().plan(key, limit, reserve)
 
-    def _shared(self, step: CapturedStep, key: Key, limit: int, reserve: int) -> GraphPlan:
-        """Return the plan of a step; operations that prefer to run once do so if that fits."""
-        try:
-            return self._with_loss(step, key, limit, reserve)
-        except InfeasibleError:
-            dropped = self._ranks.exchange_ints(step.lowered.drop_preferences())
-            if not any(has_dropped for (has_dropped,) in dropped):
-                raise
-        return self._with_loss(step, key, limit, reserve)
-
-    def _with_loss(self, step: CapturedStep, key: Key, limit: int, reserve: int) -> GraphPlan:
-        loss_bytes, knows = self._loss_bytes(key), self._knows_loss(key)
-        found = self._ranks.exchange_ints(0 if knows else loss_bytes)
-        guess = max(guessed for (guessed,) in found)
-        with progress(1, "planning") as update:
-
-            def plan_with(reserved: int) -> GraphPlan:
-                own = loss_bytes if knows else min(loss_bytes, reserved)
-                plan = make_shared_plan(
-                    self._ranks,
-                    step,
-                    limit,
-                    own,
-                    reserve_bytes=reserve,
-                    options=self.settings.options,
-                    progress=update,
-                )
-                plan.short_bytes = loss_bytes - own
-                return plan
-
-            # Where every rank knows its loss, the guess is 0.
-            plan, _ = plan_with_guess(plan_with, guess, limit)
-        logger.info(
-            "planned %d operations with %d ranks: predicted peak %s of %s, %.4g s a step, %d run "
-            "more than once",
-            len(step.lowered.tasks),
-            self._ranks.size,
-            format_bytes(plan.predicted_bytes),
-            format_bytes(plan.limit_bytes),
-            plan.makespan,
-            plan.recomputed,
-        )
-        return plan
+    def _agreed(self, tangents: frozenset[int]) -> frozenset[int]:
+        return frozenset.intersection(*self._ranks.exchange(tangents))
 
     def replan(self, old: Any, make: Any) -> Any:
         """Return a plan that includes the lessons of metered steps, on all ranks or on none."""

@@ -21,7 +21,7 @@ from rotor.common.calls import call_signature
 from rotor.common.ranks import Ranks, digest
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.engines.graph.shared_plan import signatures_of
+from rotor.engines.graph.making import signatures_of
 from rotor.engines.parts.blocks import BlockStage
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.kinds import Kind
