@@ -1,7 +1,4 @@
-"""Storages of a joint graph, and inputs that an operator reads for their sizes only.
-
-Nodes that were copied for an alike module have the tensors of the originals: a table tells on which
-storages these lie in the copy.
+"""Inputs that an operator reads for their sizes only.
 
 The gradient of a convolution's input does not depend on that input's values, yet the operator takes
 the tensor, for its sizes and its layout. Such an edge keeps an activation for nothing, or has it
@@ -11,7 +8,6 @@ space that are never touched: kernel and layouts stay, and so do the bits.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 from collections.abc import Iterator
 from typing import Any
@@ -22,28 +18,10 @@ from torch import fx
 from rotor._pytorch import core, symbols
 from rotor.common.tensor_trees import result_tensors
 
-TABLE = "rotor_storages"
-"""Name of the table of a copied node, in its data."""
-
-_NUMBERS = itertools.count(1)
-
-
-class Table(dict[int, int]):
-    """Identities of storages in a copy, by the identities of the original's.
-
-    Storages that are not in the table are the copy's own, and get new identities.
-    """
-
-    def __missing__(self, identity: int) -> int:
-        made = self[identity] = -next(_NUMBERS)
-        return made
-
 
 def identities_of(node: fx.Node) -> list[int]:
     """Return the identity of the storage of each of a node's tensors."""
-    found = [core.storage_identity(tensor) for tensor in result_tensors(node.meta.get("val"))]
-    table = node.meta.get(TABLE)
-    return found if table is None else [table[identity] for identity in found]
+    return [core.storage_identity(tensor) for tensor in result_tensors(node.meta.get("val"))]
 
 
 DEVICES = ("cpu",)

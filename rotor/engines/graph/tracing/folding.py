@@ -20,7 +20,6 @@ from torch import fx, nn
 
 from rotor._pytorch import casts, core, regions
 from rotor.engines.graph.tracing.alike import Alike, Slot, Watch, alike_modules, own_slots
-from rotor.engines.graph.tracing.false_edges import TABLE, Table
 from rotor.engines.graph.tracing.region_ops import (
     BACKWARD,
     CHOSEN,
@@ -80,46 +79,30 @@ class _Stacks:
 
 
 class _Copy:
-    """Call of a region whose operations are copied into a graph.
-
-    Copies share the tensors of the region's nodes: a `Table` for each copy tells their storages
-    apart.
-    """
+    """Call of a region whose operations are copied into a graph."""
 
     def __init__(self, region: Region, stacks: _Stacks) -> None:
         self.region = region
         self._stacks = stacks
         self._known: dict[fx.Node, fx.Node] = {}
-        self._table = Table()
-        self._moved: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._results: dict[fx.Node, torch.Tensor] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def bind(self, inner: fx.Node, outer: fx.Node) -> None:
         """Have a node of the graph take the place of a node of the region."""
         self._known[inner] = outer
         here, there = inner.meta["val"], outer.meta["val"]
-        self._place(inner, there)
         shift = there.storage_offset() - here.storage_offset()
-        storage = there.untyped_storage()
-        if shift or storage.nbytes() != here.untyped_storage().nbytes():
-            self._moved[storage_of(inner)] = (storage, shift)
+        self._storages[storage_of(inner)] = (there.untyped_storage(), shift)
 
-    def _place(self, inner: fx.Node, tensor: torch.Tensor) -> None:
-        identity = core.storage_identity(tensor)
-        self._table[storage_of(inner)] = self._table[identity] = identity
-
-    def _value(self, node: fx.Node) -> Any:
-        if node in self._results:
-            return self._results[node]
-        value = node.meta.get("val")
-        return self._relaid(value) if self._moved else value
-
-    def _relaid(self, value: Any) -> Any:
+    def _value(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            place = self._moved.get(core.storage_identity(value))
-            return value if place is None else regions.on_storage(value, *place)
+            place = self._storages.get(core.storage_identity(value))
+            made = regions.alike(value) if place is None else regions.on_storage(value, *place)
+            if place is None:
+                self._storages[core.storage_identity(value)] = (made.untyped_storage(), 0)
+            return made
         if isinstance(value, list | tuple):
-            return type(value)(self._relaid(item) for item in value)
+            return type(value)(self._value(item) for item in value)
         return value
 
     def replace(
@@ -130,8 +113,8 @@ class _Copy:
         if len(users) != len(node.users) or set(users) != set(range(len(made))):
             raise Uncertain("a result of a module is not used")
         for k, inner in enumerate(made):
-            self._results[inner] = users[k].meta["val"]
-            self._place(inner, users[k].meta["val"])
+            storage = users[k].meta["val"].untyped_storage()
+            self._storages[storage_of(inner)] = (storage, 0)
         with graph.inserting_before(node):
             for inner in nodes:
                 self._write(graph, inner)
@@ -147,8 +130,9 @@ class _Copy:
         made = graph.create_node("call_function", node.target, args, kwargs, name)
         meta = made.meta
         meta.update(node.meta)
-        meta["val"] = self._value(node)
-        meta[TABLE] = self._table
+        meta["val"] = self._value(node.meta.get("val"))
+        if "seq_nr" in meta:
+            meta["seq_nr"] = (id(self), meta["seq_nr"])
         self._stacks.apply(meta)
         self._known[node] = made
 
@@ -180,12 +164,11 @@ def _written_out(graph: fx.GraphModule, calls: Sequence[fx.Node], prefixes: Any)
 
 def _renumber(graph: fx.Graph) -> None:
     """Number autograd's operations anew: copies have the numbers of the originals."""
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: dict[Any, int] = {}
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if number is not None:
-            key = (id(node.meta.get(TABLE)), number)
-            node.meta["seq_nr"] = numbers.setdefault(key, len(numbers))
+            node.meta["seq_nr"] = numbers.setdefault(number, len(numbers))
 
 
 class Folding:

@@ -19,7 +19,6 @@ from typing import Any
 from torch import fx
 
 from rotor._pytorch import core
-from rotor.engines.graph.tracing.false_edges import TABLE
 
 _SAVED = ("MUST_SAVE", "MUST_CPU_OFFLOAD")
 _PREFERRED = ("PREFER_SAVE", "PREFER_CPU_OFFLOAD")
@@ -93,7 +92,6 @@ def recompute_marked(
             copy = module.graph.node_copy(node, lambda read: copies.get(read, read))
         copy.meta["partitioner_tag"] = "is_backward"
         copy.meta["val"] = _made(copy)
-        copy.meta.pop(TABLE, None)
         copy.meta.pop("recompute", None)
         copies[node] = copy
     for node in nodes:
