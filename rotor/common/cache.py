@@ -1,25 +1,22 @@
-"""Small tables of numbers, and single contents, that rotor keeps on disk between runs.
+"""Small tables of numbers that rotor keeps on disk between runs.
 
 Each is one JSON file in ``$ROTOR_CACHE_DIR``, else under ``rotor`` in the platform's directory for
 caches. A file names its kind and its environment, and has a checksum of these and of its content;
-writers replace whole files, and the oldest contents make room for others. A file counts as missing
-if it is damaged, of another kind or environment, not regular, or if another user owns it or may
-write to it; a file that cannot be written is skipped. Without a home directory nothing is kept.
+writers replace whole files. A file counts as missing if it is damaged, of another kind or
+environment, not regular, or if another user owns it or may write to it; a file that cannot be
+written is skipped. Without a home directory nothing is kept.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import logging
-import marshal
 import os
 import stat
 import sys
 import tempfile
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 logger = logging.getLogger("rotor")
@@ -31,7 +28,6 @@ _LARGEST_NUMBER = 1 << 42
 """Four terabytes, more than an hour in nanoseconds."""
 
 _MOST_DIGITS = 20
-_MOST_CONTENTS = 64
 _CHECKSUM = "sha256"
 
 
@@ -149,47 +145,3 @@ def _write(kind: str, environment: str, fields: dict[str, Any]) -> None:
             raise
     except OSError as error:
         logger.info("the cache %s was not written: %s", path, error)
-
-
-def load_bytes(kind: str, environment: str) -> bytes | None:
-    """Return the content that was stored for an environment; ``None`` if there is none."""
-    content = _fields(_path(kind, environment), kind, environment).get("content")
-    return None if content is None else base64.b64decode(content)
-
-
-def store_bytes(kind: str, environment: str, content: bytes) -> None:
-    """Store a content, and drop the oldest ones of its kind beyond a number."""
-    where = directory()
-    if where is None:
-        return
-    _write(kind, environment, {"content": base64.b64encode(content).decode()})
-    try:
-        kept = sorted(where.glob(f"{kind}-*.json"), key=lambda path: path.stat().st_mtime)
-        for path in kept[:-_MOST_CONTENTS]:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.info("old files of the cache %s were not dropped: %s", where, error)
-
-
-_KIND = "code"
-_LEAST_CHARACTERS = 10_000
-"""Length of a source below which compiling takes less time than reading the file."""
-
-_DIGITS = 24
-
-
-def compiled(source: str) -> CodeType:
-    """Return the code of a module's source; its filename is ``<rotor program ...>``."""
-    text = f"{sys.implementation.cache_tag} {sys.hexversion} {sys.flags.optimize}\n{source}"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    filename = f"<rotor program {digest[:_DIGITS]}>"
-    if len(source) < _LEAST_CHARACTERS:
-        return compile(source, filename, "exec")
-    kept = load_bytes(_KIND, digest)
-    if kept is not None:
-        # The content is undamaged and has this digest, so this version of Python has written it.
-        code: CodeType = marshal.loads(kept)
-        return code
-    code = compile(source, filename, "exec")
-    store_bytes(_KIND, digest, marshal.dumps(code))
-    return code

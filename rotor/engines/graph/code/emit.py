@@ -8,6 +8,7 @@ without capturing again.
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 import math
 from collections import Counter
@@ -22,7 +23,6 @@ from torch import fx
 
 from rotor._pytorch import core, dispatch, symbols
 from rotor._pytorch.devices import generator_of
-from rotor.common.cache import compiled
 from rotor.engines.graph.code.actions import (
     Action,
     Kind,
@@ -573,9 +573,8 @@ def emit(
         f"    return ({', '.join(gradients)}{',' if gradients else ''})",
     ]
     source = "\n".join([*forward, "", *backward, ""])
-    code = compiled(source)
-    exec(code, namespace)
-    filename = code.co_filename
+    filename = f"<rotor program {hashlib.sha256(source.encode()).hexdigest()[:24]}>"
+    exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     run_backward = namespace["backward"]
     if others is None:
