@@ -17,9 +17,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import devices
 from rotor.chain import Saved, check_header
 from rotor.common.accounting import rounded_bytes
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.timing import measure_ns
@@ -263,8 +264,7 @@ def estimated(lowered: Lowered, task: Task, machine: Machine) -> Cost:
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    leaves = core.tree_flatten(node.meta.get("val"))[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tree_tensors(node.meta.get("val"))
 
 
 def _operand_tensors(node: fx.Node) -> Iterator[torch.Tensor]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core
 from rotor.common import cache
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.graph.costs.profile import (
     FAILURES,
     Arguments,
@@ -315,8 +315,8 @@ def _made_up_bytes(node: fx.Node, primals: Mapping[fx.Node, Any], depth: int = 1
         if source in primals:
             continue
         found = source.meta.get("val")
-        tensors = [t for t in core.tree_flatten(found)[0] if isinstance(t, torch.Tensor)]
-        total += sum(memory.rounded_bytes(t.untyped_storage().nbytes(), t.device) for t in tensors)
+        for t in tree_tensors(found):
+            total += memory.rounded_bytes(t.untyped_storage().nbytes(), t.device)
         if depth and holds_whole_numbers(found):
             total += _made_up_bytes(source, primals, depth - 1)
     return total

@@ -20,6 +20,7 @@ from torch import fx
 
 from rotor._pytorch import core, devices, dispatch, scripts
 from rotor.common import cache
+from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept, random_states_kept
 from rotor.engines.graph.costs.allocations import Orders, Recorded, record
 from rotor.engines.graph.costs.repeating import NOT_RUN, UNTESTED, tested
@@ -467,7 +468,7 @@ def tested_alone(task: Task, arguments: Arguments, device: torch.device) -> int:
 
 def sizes_of(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
     """Return the bytes of the resulting storages; the planned bytes where one is not new."""
-    known = {core.storage_identity(tensor) for tensor in _tensors_in(given)}
+    known = {core.storage_identity(tensor) for tensor in tree_tensors(given)}
     found = []
     for path, size in zip(task.made, planned, strict=True):
         tensor = result
@@ -479,16 +480,6 @@ def sizes_of(task: Task, result: Any, given: Any, planned: list[int]) -> list[in
     return found
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-
-
 def wholes_for(task: Task, device: torch.device) -> tuple[int, ...]:
     """Return made-up whole numbers to try: some operations take no 0, as a number of heads.
 
@@ -497,25 +488,15 @@ def wholes_for(task: Task, device: torch.device) -> tuple[int, ...]:
     """
     assert task.node is not None
     values = [source.meta.get("val") for source in task.node.all_input_nodes]
-    tensors = [t for value in values for t in core.tree_flatten(value)[0] if _is_tensor(t)]
-    is_safe = device.type == "cpu" or all(1 not in t.shape for t in tensors)
+    is_safe = device.type == "cpu" or all(1 not in t.shape for t in tree_tensors(values))
     return (0, 1) if is_safe else (0,)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def estimated_ns(task: Task, device: torch.device) -> int:
     """Return a time by the bytes read and made, for operations that cannot run alone."""
     assert task.node is not None
     nodes = [*task.node.all_input_nodes, task.node]
-    tensors = [
-        t
-        for node in nodes
-        for t in core.tree_flatten(node.meta.get("val"))[0]
-        if isinstance(t, torch.Tensor)
-    ]
+    tensors = tree_tensors([node.meta.get("val") for node in nodes])
     total = sum(t.numel() * t.element_size() for t in tensors)
     return _OVERHEAD_NS + total // _BYTES_PER_NS[device.type != "cpu"]
 

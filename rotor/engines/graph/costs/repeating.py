@@ -7,7 +7,7 @@ are the outputs of an operation that could not be run, unless it is PyTorch's ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from rotor.common.checksums import (
     UNSPECIFIED_OUTPUTS,
     checksum,
 )
-from rotor.engines.graph.tracing.lowering import Lowered, Task
+from rotor.engines.graph.tracing.lowering import Lowered, Task, tensors_by_path
 
 UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
 """Flags of an operation: it ran twice; drew from the default generator; gave other bits;
@@ -57,18 +57,10 @@ def is_unspecified(node: fx.Node, path: Sequence[int]) -> bool:
     return bool(path) and path[0] < len(names) and names[path[0]] in _UNSPECIFIED
 
 
-def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors(item, (*path, index))
-
-
 def _sums(node: fx.Node, result: Any) -> list[Any]:
     return [
         (tuple(tensor.shape), str(tensor.dtype), checksum(tensor))
-        for path, tensor in _tensors(result)
+        for path, tensor in tensors_by_path(result)
         if tensor.layout == torch.strided and not is_unspecified(node, path)
     ]
 

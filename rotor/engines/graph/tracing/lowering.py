@@ -168,12 +168,15 @@ class Lowered:
         ]
 
 
-def _tensors(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+def tensors_by_path(
+    value: Any, path: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yield the tensors in nested lists and tuples, each with its place."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _tensors(item, (*path, index))
+            yield from tensors_by_path(item, (*path, index))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -429,7 +432,7 @@ class _Lowering:
             module=_module_path(node),
         )
         task.source = source_line(str(node.meta.get("stack_trace") or ""))
-        tensors = _tensors(node.meta.get("val"))
+        tensors = tensors_by_path(node.meta.get("val"))
         for (path, tensor), key in zip(tensors, self._keys_of(node), strict=True):
             if key in self.by_key and self.by_key[key] in task.made.values():
                 continue
