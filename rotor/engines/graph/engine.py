@@ -358,7 +358,7 @@ class GraphEngine(MeteredEngine):
 
     def _agreed(self, tangents: frozenset[int]) -> frozenset[int]:
         """Return the tangents among some on which all ranks that share a plan agree."""
-        return tangents
+        return frozenset.intersection(*each(self.context.peers.ranks, lambda: tangents))
 
     def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
         """Return the plan of the next step: a better one if a background search has found it."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,16 +32,13 @@ from rotor.engines.proofs import StepProof
 from rotor.graph import planner
 from rotor.graph.blocks import PoolBytes
 from rotor.graph.graph import Graph
+from rotor.graph.link import Link
 from rotor.graph.program import Program, simulate
 from rotor.graph.transfers import transfers_of
 from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
 from rotor.tier.offload import PLANNED_SHARE, Offload
 from rotor.units import format_bytes
-
-if TYPE_CHECKING:
-    from rotor.engines.graph.code.offloading import Layout
-    from rotor.graph.link import Link
 
 logger = logging.getLogger("rotor")
 

@@ -171,9 +171,6 @@ class SharedGraphEngine(GraphEngine):
             self.settings.offload.share(self._ranks)
         return super().plan(key, limit, reserve)
 
-    def _agreed(self, tangents: frozenset[int]) -> frozenset[int]:
-        return frozenset.intersection(*self._ranks.exchange(tangents))
-
     def replan(self, old: Any, make: Any) -> Any:
         """Return a plan that includes the lessons of metered steps, on all ranks or on none."""
         found: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,12 +102,6 @@ class Family:
         """Restore the state before the latest new shape."""
         vars(self).update(self.before)
 
-    @property
-    def shared_capture(self) -> Capture:
-        """Capture with symbols, after the first one."""
-        assert self.capture is not None
-        return self.capture
-
     def differing(self, shapes: Shapes) -> list[tuple[int, int]]:
         """Return the dimensions, as (leaf, number), in which calls so far differ."""
         known = [*self.shapes.values(), shapes]
@@ -198,7 +192,7 @@ class Family:
             device,
             origins=origins,
             leaf_sizes=sizes,
-            capture=self.shared_capture,
+            capture=self.capture,
             owners=owners_of(lowered, found.primals, slots, arguments),
             **facts,
         )
@@ -264,14 +258,8 @@ class Family:
         return "\n".join(lines)
 
 
-class Families:
+class Families(dict[Any, Family]):
     """Families of the calls of one model."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[Any, Family] = {}
-
-    def __iter__(self) -> Iterator[Family]:
-        return iter(self._by_key.values())
 
     @staticmethod
     def _key(measured: Any) -> Any:
@@ -286,18 +274,18 @@ class Families:
 
     def of(self, measured: Any) -> Family | None:
         """Return the family of a kind of step, if it has one."""
-        return self._by_key.get(self._key(measured)) if self._by_key else None
+        return self.get(self._key(measured)) if self else None
 
     def drop(self, measured: Any) -> None:
         """Forget the family of a kind of step."""
-        del self._by_key[self._key(measured)]
+        del self[self._key(measured)]
 
     def joined(self, measured: Any, module: nn.Module, arguments: Any) -> Family:
         """Return the family of a call, made if it is new."""
         key = self._key(measured)
-        if key not in self._by_key:
-            self._by_key[key] = Family(leaf_names(module, arguments))
-        return self._by_key[key]
+        if key not in self:
+            self[key] = Family(leaf_names(module, arguments))
+        return self[key]
 
 
 def origins_of(
@@ -375,6 +363,8 @@ class Sizing:
             self.context.settings,
             self.context.device_of(call),
         )
+        # Without better plans later a seed decides alone: no programs are read from disk.
+        orders = partial(KnownOrders, device=device, has_tier=settings.offload is not None)
         primals, known = found.primals, [(m, steps.get(m)) for m in family.shapes]
         alone = {m: step for m, step in known if step is not None and not step.shares_shapes}
 
@@ -393,7 +383,7 @@ class Sizing:
                 loss_captured=loss_fn is not None,
                 planned_for="" if settings.profile == MEASURED else settings.profile.device,
                 verifies=settings.verify != "off",
-                known=self._known_orders(device),
+                known=orders if context.may_improve_plans() else None,
                 offload=settings.offload,
             )
         finally:
@@ -444,12 +434,6 @@ class Sizing:
             steps[measured] = graph.step(there)
             family.separate_count -= 1
 
-    def _known_orders(self, device: torch.device) -> Callable[[Lowered], KnownOrders] | None:
-        """Return a function that reads programs from disk; None where a seed decides alone."""
-        is_open = self.context.may_improve_plans()
-        has_tier = self.context.settings.offload is not None
-        return partial(KnownOrders, device=device, has_tier=has_tier) if is_open else None
-
     def refuse(self, key: Key, error: CaptureError) -> None:
         """Have no other sizes captured of a call whose capture has failed."""
         family = self.families.of(key.measured)
@@ -468,7 +452,7 @@ class Sizing:
 
     def forget_programs(self) -> None:
         """Drop all programs, since an option has changed."""
-        for family in self.families:
+        for family in self.families.values():
             for graph in family.graphs:
                 graph.forget_programs()
 
@@ -534,5 +518,5 @@ class Sizing:
 
     def remarks(self) -> list[Text]:
         """Return a note on the shapes of the calls, and the captures and plans that they share."""
-        found = [family.describe() for family in self.families]
+        found = [family.describe() for family in self.families.values()]
         return [Text(text) for text in found if text]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.early import owners_of, slots_of
 from rotor.engines.graph.costs.profile import Cost
-from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import Alone, Families, Family, shapes_of
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.parts.kinds import Kind
@@ -28,67 +26,6 @@ from rotor.tier.offload import Offload
 logger = logging.getLogger("rotor")
 
 Price = Callable[[Lowered, torch.device, Sequence[Any]], list[Cost]]
-
-
-class SharedShapes:
-    """Graphs with symbols of a model's parts."""
-
-    def __init__(self, device: torch.device, price: Price) -> None:
-        self._device, self._price = device, price
-        self._families: dict[Any, Families] = {}
-        self._known: dict[int, list[Alone]] = {}
-
-    def step(
-        self,
-        key: Any,
-        module: nn.Module,
-        signature: Any,
-        arguments: tuple[Any, Any],
-        make: Callable[[], Capture],
-    ) -> ShapeStep | None:
-        """Return the sizes and costs of a call; ``None`` if it is to be captured alone.
-
-        The key has the properties of modules that share a capture, which `make` makes. The
-        arguments are those of the call by position, and by name.
-        """
-        family = self._family(key, module, signature, arguments)
-        shapes = shapes_of(core.tree_flatten((*arguments, ()))[0])
-        differing = family.differing(shapes)
-        family.shapes[signature] = shapes
-        if not differing or family.refusal:
-            return None
-        found = family.reach(make, module, arguments, (*arguments, ()), differing)
-        if found is None:
-            return None
-        try:
-            return family.step(
-                found,
-                slots_of(module),
-                arguments,
-                self._device,
-                lambda lowered: self._price(lowered, self._device, found.primals),
-                self._known.get(id(family), []),
-                loss_captured=False,
-            )[0]
-        finally:
-            found.drop()
-
-    def note(
-        self,
-        key: Any,
-        module: nn.Module,
-        signature: Any,
-        arguments: tuple[Any, Any],
-        known: tuple[Lowered, list[Cost]],
-    ) -> None:
-        """Take note of the costs of a call that was captured alone."""
-        family = self._family(key, module, signature, arguments)
-        if signature in family.shapes:
-            self._known.setdefault(id(family), []).append((family.shapes[signature], *known))
-
-    def _family(self, key: Any, module: nn.Module, signature: Any, arguments: Any) -> Family:
-        families = self._families.setdefault(key, Families())
-        return families.joined(signature, module, (*arguments, ()))
 
 
 class Captures:
@@ -115,7 +52,9 @@ class Captures:
         self._failures: dict[Any, str] = {}
         self.kinds: dict[Any, Kind] = {}
         """Captured graphs, by their id and, if others share them, the sizes of the call."""
-        self._shapes = SharedShapes(device, price) if shares_shapes else None
+        self._shares_shapes = shares_shapes
+        self._families = Families()
+        self._alone: dict[int, list[Alone]] = {}
 
     def kind_of(
         self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
@@ -125,8 +64,8 @@ class Captures:
         if key in self._failures:
             return self._failures[key]
         logger.debug("capturing %s", path)
-        if self._shapes is not None and key not in self._captures:
-            shaped = self._shaped(self._shapes, key, module, (args, kwargs))
+        if self._shares_shapes and key not in self._captures:
+            shaped = self._shaped(key, module, (args, kwargs))
             if shaped is not None:
                 return shaped
         tried = [self._captures[key]] if key in self._captures else []
@@ -162,23 +101,42 @@ class Captures:
         """Return a kind for parameters with these ids that have gradients when a step begins."""
         return kind.with_existing(module, existing, self._options)
 
-    def _shaped(
-        self, shapes: SharedShapes, key: Any, module: nn.Module, arguments: tuple[Any, Any]
-    ) -> Kind | None:
+    def _family(self, key: Any, module: nn.Module, arguments: tuple[Any, Any]) -> Family:
+        return self._families.joined((*key[1], key[0]), module, (*arguments, ()))
+
+    def _shaped(self, key: Any, module: nn.Module, arguments: tuple[Any, Any]) -> Kind | None:
         """Return a graph that shapes share, at the shape of a call; ``None`` without one."""
+        family = self._family(key, module, arguments)
+        shapes = shapes_of(core.tree_flatten(arguments)[0])
+        differing = family.differing(shapes)
+        family.shapes[key[1]] = shapes
+        if not differing or family.refusal:
+            return None
+        make = partial(Capture, fresh(_run))
         try:
-            make = partial(Capture, fresh(_run))
-            step = shapes.step(key[0], module, key[1], arguments, make)
+            found = family.reach(make, module, arguments, (*arguments, ()), differing)
         except NothingToPlan:
             return None
-        if step is None:
+        if found is None:
             return None
+        try:
+            step, _ = family.step(
+                found,
+                slots_of(module),
+                arguments,
+                self.device,
+                lambda lowered: self._price(lowered, self.device, found.primals),
+                self._alone.get(id(family), []),
+                loss_captured=False,
+                offload=self.offload,
+                releases_outputs=True,
+            )
+        finally:
+            found.drop()
         place = (id(step.captured), step.values)
         if place not in self.kinds:
             alike = [kind.orders for kind in self.kinds.values() if kind.captured is step.captured]
-            orders = alike[0] if alike else {}
-            step = replace(step, releases_outputs=True, offload=self.offload)
-            self.kinds[place] = Kind(step, orders)
+            self.kinds[place] = Kind(step, alike[0] if alike else {})
             self.kinds[place].find_programs(self._options)
         return self.kinds[place]
 
@@ -208,9 +166,10 @@ class Captures:
                 )
                 kind = self.kinds[id(captured)] = Kind(step)
                 kind.find_programs(self._options)
-                if self._shapes is not None:
-                    known = (captured.lowered, costs)
-                    self._shapes.note(key[0], module, key[1], arguments, known)
+                if self._shares_shapes:
+                    family = self._family(key, module, arguments)
+                    alone = (family.shapes[key[1]], captured.lowered, costs)
+                    self._alone.setdefault(id(family), []).append(alone)
         finally:
             found.drop()
         return self.kinds[id(captured)]
