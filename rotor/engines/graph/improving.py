@@ -31,10 +31,10 @@ from rotor.engines.graph.costs.glance import Refinement, glance
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.repeating import keep_from_now_on, keep_unrepeatable
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord
-from rotor.engines.graph.searching import Kept, Known, options_number
+from rotor.engines.graph.searching import Kept, Known, Order, options_number, program_of
 from rotor.engines.graph.shapes import ShapeStep, Values
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.errors import InfeasibleError, InvalidSequenceError
+from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
@@ -66,8 +66,6 @@ _LEAST_GAIN = 0.001
 Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
 logger = logging.getLogger("rotor")
 
-Start = Callable[[Graph, Link | None], Program | None]
-
 
 def quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
     """Return the options of a search that costs little beside a step."""
@@ -83,7 +81,7 @@ def quick_options(options: Mapping[str, Any], graph: Graph) -> dict[str, Any]:
 class _Quick:
     """Short search that begins with programs at hand, and takes one that fits as it is."""
 
-    def __init__(self, starts: Sequence[Start]) -> None:
+    def __init__(self, starts: Sequence[Sequence[int] | Order]) -> None:
         self._starts = starts
         self._latest: Program | None = None
         self.taken: int | None = None
@@ -93,7 +91,7 @@ class _Quick:
         self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
     ) -> Program:
         link = options.get("link")
-        found = [(k, start(graph, link)) for k, start in enumerate(self._starts)]
+        found = [(k, program_of(graph, start, link)) for k, start in enumerate(self._starts)]
         programs = [(k, program) for k, program in found if program is not None]
         fitting = [(k, program) for k, program in programs if program.peak_bytes <= budget]
         self.taken, self.is_repaired = None, bool(programs)
@@ -102,20 +100,12 @@ class _Quick:
             return program
         start = min(programs, key=lambda one: one[1].peak_bytes)[1] if programs else None
         given = quick_options(options, graph)
-        before = None if self._latest is None else _priced(self._latest, graph, link)
+        before = self._latest and program_of(graph, self._latest.actions, link)
         if before is not None:
             # The budget is a little less than before: repairing the latest program is enough.
             start, given["effort"] = before, 0
         self._latest = planner.plan(graph, budget, progress=progress, start=start, **given)
         return self._latest
-
-
-def _priced(old: Program, graph: Graph, link: Link | None) -> Program | None:
-    """Return a program of another cost model and link; None if its actions are invalid there."""
-    try:
-        return Program(graph, old.actions, link)
-    except InvalidSequenceError:
-        return None
 
 
 @dataclass
@@ -172,10 +162,8 @@ class _Search:
 
     targets: dict[Values, _Target] = field(default_factory=dict)
     """By the values of the symbols."""
-    key: Key | None = None
-    """That of the only kind of step; None if shapes share the programs."""
     known: Known | None = None
-    """Knowledge on the only kind of step."""
+    """Knowledge on the only kind of step; None if shapes share the programs."""
     job: ThreadJob | None = None
     target: _Target | None = None
     """Target of the running search."""
@@ -294,10 +282,9 @@ class Improver:
         known = (before and before.known) or Known(step.lowered, step.device, keys)
         has_taken = self._take_loss(key, step, known)
         kept = [] if before is not None else known.programs()
-        starts: list[Start] = [one.program for one in kept]
-        if old is not None:
-            starts.append(partial(_priced, old.program))
-        quick = _Quick(starts)
+        quick = _Quick(
+            [*(one.actions for one in kept), *([] if old is None else [old.program.actions])]
+        )
         try:
             plan = planned(quick)
         except InfeasibleError:
@@ -330,7 +317,7 @@ class Improver:
             and kept[quick.taken or 0] == self._kept(plan, is_final=True)
         )
         target = _Target(plan, plan.program.link or step.link, record.is_final)
-        self._searches[key] = _Search({step.values: target}, key, known)
+        self._searches[key] = _Search({step.values: target}, known)
         return plan
 
     def _take_loss(self, key: Key, step: CapturedStep, known: Known) -> bool:
@@ -435,7 +422,8 @@ class Improver:
     def _start(self, search: _Search, target: _Target) -> None:
         """Begin a search from the program so far."""
         plan, options = target.plan, self.context.settings.options
-        start = _priced(plan.program, plan.step.graph(plan.loss_bytes), target.link)
+        graph = plan.step.graph(plan.loss_bytes)
+        start = program_of(graph, plan.program.actions, target.link)
         if start is None:
             target.end()
             return
@@ -444,7 +432,7 @@ class Improver:
         budget = max(plan.limit_bytes - own - plan.reserve_bytes, 1)
         seeded = {**options, "seed": options.get("seed", 0) + target.rounds, "link": start.link}
         search.target = target
-        search.job = self.executor(partial(_search, start.graph, budget, seeded, start))
+        search.job = self.executor(partial(_search, graph, budget, seeded, start))
 
     def _collect(self, search: _Search) -> None:
         """Take the program of a search that has ended, if it is better and fits."""
@@ -557,7 +545,7 @@ class Improver:
     def stop(self, measured: Any = None) -> None:
         """End the searches of a kind of step; by default all."""
         for place, search in list(self._searches.items()):
-            if measured is None or (search.key is not None and search.key.measured == measured):
+            if measured is None or (isinstance(place, Key) and place.measured == measured):
                 del self._searches[place]
                 if search.job is not None:
                     search.job.stop()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import fx
 
@@ -26,6 +27,8 @@ from rotor.errors import InvalidSequenceError
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
+
+Order = npt.NDArray[np.int32]
 
 _KIND = "programs"
 _ORDERS = "orders"
@@ -81,7 +84,7 @@ def _digest(
     return f"{environment_of(device)} {digest.hexdigest()}"
 
 
-def _program(graph: Graph, actions: Sequence[int], link: Link | None) -> Program | None:
+def program_of(graph: Graph, actions: Sequence[int] | Order, link: Link | None) -> Program | None:
     """Return a program of a graph; None if the actions make no valid one."""
     try:
         return Program(graph, np.asarray(actions, dtype=np.int32), link)
@@ -103,10 +106,6 @@ class Kept:
     """True if the search for a better one had ended."""
     has_tier: bool = False
     """True if it was searched for with a second tier."""
-
-    def program(self, graph: Graph, link: Link | None = None) -> Program | None:
-        """Return the program of a graph; None if its actions are invalid there."""
-        return _program(graph, self.actions, link)
 
 
 class Known:
@@ -180,7 +179,7 @@ class KnownOrders:
 
         They are checked on the graph, at any shape, and the link to a second tier.
         """
-        found = [(row[0], _program(graph, row[1:], link)) for row in self._rows.values() if row]
+        found = [(row[0], program_of(graph, row[1:], link)) for row in self._rows.values() if row]
         return [(total, program) for total, program in found if program is not None]
 
     def keep(self, total: int, program: Program) -> None:

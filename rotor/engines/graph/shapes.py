@@ -29,9 +29,9 @@ from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, work_of
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.searching import KnownOrders
+from rotor.engines.graph.searching import KnownOrders, Order, program_of
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.errors import InfeasibleError, InvalidSequenceError
+from rotor.errors import InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
@@ -51,7 +51,6 @@ _MARGIN = 1.1
 """Ratio of limit and prediction from which trusted steps are not metered."""
 
 Numbers = npt.NDArray[np.int64]
-Order = npt.NDArray[np.int32]
 Values = tuple[int, ...]
 Shapes = tuple[tuple[int, ...] | None, ...]
 """Shapes of the leaves of a call's arguments; ``None`` for leaves that are no tensors."""
@@ -393,12 +392,11 @@ class ShapeStep(CapturedStep):
         """Return the fastest known program within a budget; ``None`` if none fits."""
         best: Program | None = None
         for entry in self._variant.programs.values():
-            try:
-                program = Program(graph, entry.actions, link)
-            except InvalidSequenceError:
-                # It moves more than the tier may hold, or the model has no tier any more.
+            program = program_of(graph, entry.actions, link)
+            # None moves more than the tier may hold, or the model has no tier any more.
+            if program is None or program.peak_bytes > budget:
                 continue
-            if program.peak_bytes <= budget and (best is None or program.time_ns < best.time_ns):
+            if best is None or program.time_ns < best.time_ns:
                 best = program
         return best
 
