@@ -373,6 +373,9 @@ class Improver:
             if rough is not None and not rough.is_kept:
                 rough.is_kept = True
                 rough.refinement.keep_rough()
+        if search.known is not None and target.is_final:
+            # Most steps: nothing is left to find, nor to ask.
+            return plan
         self._advance(search, call)
         self._compare(search, target)
         return target.plan
