@@ -35,9 +35,9 @@ BLOCKS = "rotor/engines/graph/captured_step.py"
 LEVEL = "rotor/meter/reserving.py"
 METER = "rotor/meter/allocator.py"
 EMIT = "rotor/engines/graph/code/emit.py"
-GRAPH = "tests/devices/test_sim_graph.py -k draws"
-CHAIN = "tests/devices/test_sim_chain.py -k bit_equal"
-DYNAMIC = "tests/devices/test_sim_dynamic.py"
+GRAPH = "tests/devices/test_sim_bits.py -k draws_are"
+CHAIN = "tests/devices/test_sim_bits.py -k bit_equal"
+DYNAMIC = "tests/devices/test_sim_bits.py -k dynamic"
 DEFECTS = "tests/devices/test_sim_defects.py -k "
 FIRST = "tests/devices/test_sim_first_step.py -k "
 POOLING = "rotor/engines/graph/code/pricing.py"
@@ -55,7 +55,7 @@ MUTATIONS = [
     Mutation("a chain's replayed draws start from their state", "rotor/common/modes.py",
              "generator.set_state(state)", "pass", CHAIN),
     Mutation("measuring puts random states back", "rotor/common/undisturbed.py",
-             "self._rng.write(self._states)", "pass", "tests/devices/test_sim_chain.py -k draws"),
+             "self._rng.write(self._states)", "pass", "tests/devices/test_sim_bits.py -k draws_no"),
     Mutation("the device's own generator is kept", DEVICES,
              "found: Generator = generators[index]", "found = torch.default_generator", CHAIN),
     Mutation("the dynamic engine keeps the device's generator", "rotor/dtr/runtime.py",

@@ -28,7 +28,7 @@ class Net(nn.Module):
 
     def __init__(self, read: Callable[[Any], Any], *, breaks: bool = False) -> None:
         super().__init__()
-        self.body = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        self.body = nn.Sequential(*[nn.Linear(16, 16) for _ in range(2)])
         self.read, self.breaks = read, breaks
 
     def forward(self, batch: Any) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Net(nn.Module):
     def __init__(self, habit: Callable[..., Any]) -> None:
         super().__init__()
         self.habit = habit
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
         self.body = nn.Sequential(*layers)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("mean", torch.zeros(WIDTH))

@@ -78,7 +78,7 @@ class Net(nn.Module):
         super().__init__()
         self.habit, self.breaks = habit, breaks
         self.body = nn.Sequential(
-            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
+            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
         )
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.table = nn.Embedding(10, WIDTH, max_norm=0.5)
