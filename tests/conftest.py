@@ -65,7 +65,7 @@ def nothing_learnt(tmp_path_factory, monkeypatch):
         sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
 
 
-_CAPTURING = {"capture", "tiers", "test_background_tier", "test_sim_parts_tier", "test_sim_tier"}
+_CAPTURING = {"capture", "tiers", "test_background_tier", "test_sim_tier"}
 _CAPTURING |= {"test_timeline", "test_trace"}
 
 
