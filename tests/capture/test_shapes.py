@@ -233,7 +233,7 @@ def test_one_capture_serves_every_shape(name: str, profiled: list[int]) -> None:
 
 def test_gradients_accumulate_over_shapes() -> None:
     torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(layers=1)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit="1 GB")
     for length in (20, 50, 35, 60):
         batch = gpt_batch(3, length)
@@ -341,7 +341,7 @@ def test_a_model_without_a_graph_is_captured_once_in_vain(monkeypatch: pytest.Mo
 
 def test_a_batch_of_one_is_a_graph_of_its_own() -> None:
     torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(layers=1)
     chk = rotor.Checkpointable(copy.deepcopy(model), mem_limit="1 GB", engine="graph")
     for size in ((4, 30), (3, 40), (1, 20), (1, 31), (2, 33)):
         batch = gpt_batch(*size)

@@ -17,7 +17,7 @@ class Net(nn.Module):
     def __init__(self, *, breaks: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)
+            nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3)
         )
         self.breaks = breaks
 

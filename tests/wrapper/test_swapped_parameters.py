@@ -53,9 +53,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "chain":
-        return nn.Sequential(*[Block() for _ in range(4)])
+        return nn.Sequential(*[Block() for _ in range(2)])
     last = [Block(breaks=True)] if kind == "parts" else []
-    return Row(*[Block() for _ in range(4)], *last)
+    return Row(*[Block() for _ in range(2)], *last)
 
 
 def trained(model: nn.Module, called: Any, change: Callable[[Any], object]) -> list[torch.Tensor]:
