@@ -259,7 +259,15 @@ class Refusal(NamedTuple):
 
 
 class Searches(Protocol):
-    """Background searches for better plans."""
+    """Background searches of an engine for better plans."""
+
+    def improved(self, plan: Any, call: Call) -> Any:
+        """Return the plan of the next step: a better one if a search has found it."""
+        ...
+
+    def stop(self) -> None:
+        """End them, and drop the programs that they made: the limit or an option has changed."""
+        ...
 
     def finish(self, timeout: float | None) -> bool:
         """Bring them to their end; return whether that took at most `timeout` seconds."""
@@ -285,6 +293,8 @@ class Context:
         FSDP2's units of the model; ``None`` if no engine runs a sharded model.
     plans
         Plans by kind of step.
+    loaded
+        Schedules that were loaded, by `Key.measured`.
     learned_loss
         Bytes of the caller's loss by `Key.measured`, for metered steps.
     refusals
@@ -311,6 +321,7 @@ class Context:
     peers: Peers = field(default_factory=Alone)
     sharding: Any = None
     plans: dict[Key, Any] = field(default_factory=dict)
+    loaded: dict[Any, Any] = field(default_factory=dict)
     learned_loss: dict[Any, int] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
     lacking: defaultdict[str, dict[Any, str]] = field(default_factory=lambda: defaultdict(dict))
@@ -327,6 +338,12 @@ class Context:
         if topic not in self.warned:
             self.warned.add(topic)
             warn_caller(text, MemoryLimitWarning)
+
+    def begin_planning(self) -> None:
+        """Drop all plans and their leftovers: the limit or an option has changed."""
+        self.plans, self.loaded = {}, {}
+        for searches in self.searches:
+            searches.stop()
 
     def may_improve_plans(self) -> bool:
         """Return whether plans get better between steps; ranks plan together before a step."""
@@ -432,6 +449,10 @@ class Engine(ABC):
     fallback = ""
     """Opening of the warning that the engine took a step over; the earlier engine's reason
     follows. Empty for no warning."""
+    searches: Searches | None = None
+    """Background searches for better plans; ``None`` without any."""
+    remarks: Sequence[Any] = ()
+    """Tables for a report on the latest plan, beside the plan's own."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -481,13 +502,6 @@ class Engine(ABC):
         """
         return make(old.reserve_bytes)
 
-    def begin_planning(self) -> None:
-        """Drop leftovers of earlier plans: the limit or an option has changed."""
-
-    def improved(self, plan: Any, call: Call) -> Any:
-        """Return the plan of the next step: a better one if a background search has found it."""
-        return plan
-
     def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
         """Return step time against limit, and the device of the steps.
 
@@ -516,7 +530,3 @@ class Engine(ABC):
     @abstractmethod
     def learn(self, plan: Any, step: StepBytes) -> None:
         """Compare a metered step with its plan."""
-
-    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return tables for reports, beside a plan's own."""
-        return []

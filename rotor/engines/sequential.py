@@ -67,6 +67,8 @@ class Comparison:
     """Name of the plan that runs: "chain", "graph", "parts" or "blocks"."""
     predictions: dict[str, str]
     """Predictions as text, by name."""
+    is_last: bool = False
+    """True if the graph's search had ended."""
 
     def table(self) -> Text:
         """Return the predictions as a table."""
@@ -160,13 +162,9 @@ class SequentialEngine(ChainEngine):
         self.others: dict[str, Any] = {}
         self._samples: dict[Any, tuple[list[Any], Any]] = {}
         self._compared: dict[Key, Comparison] = {}
-        self._hoped: dict[Key, float] = {}
-        self._settled: set[Key] = set()
-        self._due: set[Any] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {name: {} for name in ("others", "_samples", "_compared", "_hoped")}
-        return super().__getstate__() | empty | {"_settled": set()}
+        return super().__getstate__() | {"others": {}, "_samples": {}, "_compared": {}}
 
     @property
     def graph(self) -> Any:
@@ -218,9 +216,7 @@ class SequentialEngine(ChainEngine):
         """Drop the measures of an input."""
         super().forget(measured)
         self._samples.pop(measured, None)
-        self._due.discard(measured)
         self._take_back_reasons(measured)
-        self._settled = {key for key in self._settled if key.measured != measured}
         for other in self.others.values():
             other.forget(measured)
 
@@ -272,30 +268,29 @@ class SequentialEngine(ChainEngine):
 
     # -- planning
 
-    def begin_planning(self) -> None:
-        """Forget loaded sequences and compiled programs."""
-        super().begin_planning()
-        self._settled.clear()
-        for other in self.others.values():
-            other.begin_planning()
-
     def plan(
         self, key: Key, limit_bytes: int, reserve_bytes: int = 0, *, is_strict: bool = False
     ) -> Any:
         """Return the plan with the least recomputation, of a chain, a graph or parts."""
-        first = self._graph_alone(key, limit_bytes, reserve_bytes)
-        if first is not None:
-            return first
+        old = self.context.plans.get(key)
+        is_beaten = old is not None and old.engine == "graph" and old.is_beaten
+        if not is_beaten:
+            first = self._graph_alone(key, limit_bytes, reserve_bytes)
+            if first is not None:
+                return first
+        is_settled = old is not None and self._is_settled(old, is_beaten=is_beaten)
+        if is_beaten and is_settled:
+            # What the graph needs beside its plan says nothing about the chain.
+            reserve_bytes = 0
         chain, refusal = None, None
         try:
             chain = super().plan(key, limit_bytes, reserve_bytes, is_strict=is_strict)
         except InfeasibleError as error:
             release(error)
             refusal = error
-        slower, is_settled = recomputation_of(chain), key in self._settled
+        slower = recomputation_of(chain)
         if not is_settled:
             self._compared.pop(key, None)
-            self._hoped.pop(key, None)
         if self._agreed(is_settled or slower <= WORTH or self._is_asked_for_chain(key)):
             if refusal is not None:
                 raise InfeasibleError(*refusal.args)
@@ -315,20 +310,32 @@ class SequentialEngine(ChainEngine):
         number = self._agreed(offers.index(min(possible, key=lambda offer: offer.slower)))
         chosen = offers[number]
         if chosen.name == "graph":
-            self._hoped[key] = slower
+            chosen.plan.most_recomputed = slower + WORTH
         self._compared[key] = Comparison(chosen.name, {o.name: o.prediction for o in offers})
         for offer in offers:
             logger.info("compared: %s %s", offer.name, offer.prediction)
         return chosen.plan
 
+    def _is_settled(self, old: Any, *, is_beaten: bool) -> bool:
+        """Return whether the chain has won since the graph's last search ended; note it."""
+        key = old.key
+        compared = self._compared.get(key)
+        if is_beaten and compared is not None and key.measured in self._inspections:
+            told = _prediction(old.makespan, old.program.slowdown - 1)
+            predictions = compared.predictions | {"graph": told}
+            self._compared[key] = Comparison("chain", predictions, is_last=True)
+            return True
+        return old.engine == "chain" and compared is not None and compared.is_last
+
     def _graph_alone(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
         """Return the graph's plan where the chain is not measured yet; ``None`` to measure it."""
-        is_due = key.measured in self._inspections or key.measured in self._due
-        if is_due or "graph" not in self.others or self._is_asked_for_chain(key):
+        is_measured = key.measured in self._inspections
+        if is_measured or "graph" not in self.others or self._is_asked_for_chain(key):
             return None
         rival = self.context.lacking["graph"].get(key.measured, self.others["graph"])
         offer, _ = self._offer("graph", rival, key, limit_bytes, reserve_bytes)
         if offer.plan is not None:
+            offer.plan.most_recomputed = WORTH
             told = {"chain": "measured if the graph recomputes at last", "graph": offer.prediction}
             self._compared[key] = Comparison("graph", told)
         return offer.plan
@@ -399,7 +406,7 @@ class SequentialEngine(ChainEngine):
             or settings.algorithm is not None
             or bool(settings.algorithm_options)
             or settings.mem_slots is not None
-            or key.measured in self._loaded
+            or key.measured in self.context.loaded
         )
 
     def _reason(self, key: Key) -> str:
@@ -431,6 +438,7 @@ class SequentialEngine(ChainEngine):
                 )
             except NoBlocks as error:
                 raise CannotPlan(error) from None
+            self.searches = self.others[kind].searches or self.searches
         return self.others[kind]
 
     def _measure_by(self, engine: Any, key: Key) -> None:
@@ -459,9 +467,10 @@ class SequentialEngine(ChainEngine):
                 raise CannotPlan(ValueError("modes changed since the stages were measured"))
             yield call
 
-    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return a table of the compared plans."""
-        compared = self._compared.get(plan.key)
+    @property
+    def remarks(self) -> list[Text]:
+        """Table of the compared plans."""
+        compared = self._compared.get(self.context.latest.key)
         return [] if compared is None else [compared.table()]
 
     def curve(self, key: Key, points: int, *, training: bool = False) -> tuple[Curve, torch.device]:
@@ -487,24 +496,6 @@ class SequentialEngine(ChainEngine):
                 times = other.seconds * (ideal / fastest)
             found += zip(other.bytes.tolist(), times.tolist(), strict=True)
         return Curve.from_points(found), device
-
-    def improved(self, plan: Any, call: Call) -> Any:
-        """Return the plan of the next step; a graph's is compared again after its last search."""
-        owner = self.others.get(plan.engine)
-        found = plan if owner is None else owner.improved(plan, call)
-        if found.engine == "graph" and found.planning.is_final:
-            slower = found.program.slowdown - 1
-            if found.key.measured not in self._inspections:
-                if slower > WORTH:
-                    self._due.add(found.key.measured)
-                    found.outdated = True
-            elif slower > self._hoped.pop(found.key, _NEVER) + WORTH:
-                told = self._compared[found.key].predictions
-                told = told | {"graph": _prediction(found.makespan, slower)}
-                self._compared[found.key] = Comparison("chain", told)
-                self._settled.add(found.key)
-                found.outdated, found.reserve_bytes = True, 0
-        return found
 
 
 def recomputation_of(chain: Any) -> float:

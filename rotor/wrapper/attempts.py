@@ -297,8 +297,6 @@ def _fits(engine: Engine, key: Key, call: Call, limit_bytes: int) -> bool:
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         return False
-    finally:
-        engine.begin_planning()
     return True
 
 

@@ -347,7 +347,7 @@ class Driver:
         key = context.measured_key() if engine.plans_ahead else None
         self.order.ask_again()
         owner = engine if key is None else self.order.of(key)
-        before = (dict(vars(settings)), context.plans)
+        before = (dict(vars(settings)), context.plans, context.loaded)
         states = [(known, dict(vars(known))) for known in {engine, owner}]
         try:
             if chosen is None:
@@ -358,9 +358,7 @@ class Driver:
                 settings.mem_slots = slots or settings.mem_slots
             if limit_bytes is not None:
                 settings.mem_limit = limit_bytes
-            context.plans = {}
-            for known, _ in states:
-                known.begin_planning()
+            context.begin_planning()
             if key is None:
                 return None, None
             with self._announcer.timed():
@@ -368,7 +366,7 @@ class Driver:
             return plan, plan.result
         except BaseException:
             vars(settings).update(before[0])
-            context.plans, context.refusals = before[1], refusals
+            context.plans, context.loaded, context.refusals = *before[1:], refusals
             for known, state in states:
                 vars(known).update(state)
             raise
@@ -509,8 +507,9 @@ class Driver:
         )
         if plan is not None and not wants_plan:
             plan.key = key
-            if self._is_pending is None or not self._is_pending():
-                plan = engine.improved(plan, call)
+            is_free = self._is_pending is None or not self._is_pending()
+            if is_free and engine.searches is not None:
+                plan = engine.searches.improved(plan, call)
             if plan.verdict is Verdict.KEEP:
                 return plan
         if key.measured in self._unplanned:

@@ -116,7 +116,7 @@ def _about(driver: Driver, plan: Any) -> About:
 def _with_remarks(driver: Driver, text: Text) -> Text:
     """Return a text on the plan of the latest step with the shapes that it is for, and remarks."""
     plan, count = driver.planned(), len(driver.context.plans)
-    remarks = driver.engines[0].remarks(plan, driver.context.latest_key)
+    remarks = list(driver.engines[0].remarks)
     room = driver.limits.room
     if room is not None and room.latest is not None:
         remarks = [Text(str(room.latest)), *remarks]

@@ -96,11 +96,9 @@ def choose(engine: Engine, algo: Any, options: dict[str, Any]) -> None:
 
 def plan_anew(driver: Any) -> None:
     """Drop all plans of a driver: the following steps are planned by its settings as they are."""
-    driver.context.plans = {}
+    driver.context.begin_planning()
     driver.order.ask_again()
     driver.settings.limit_bytes = None
-    for engine in driver.engines:
-        engine.begin_planning()
 
 
 def check_names(options: Iterable[str], known: Iterable[str]) -> None:

@@ -136,7 +136,7 @@ def test_measuring_between_steps_leaves_no_trace(limit):
     states = [torch.get_rng_state(), random.getstate(), legacy_state()]
     values = [value.clone() for value in chk.module.state_dict().values()]
     with memory.meter("cpu") as meter:
-        assert engine.improved(chk.plan, call) is chk.plan
+        assert engine.searches.improved(chk.plan, call) is chk.plan
     assert 0 < rough.refinement.left < left
     assert 0 < meter.peak_bytes <= limit
     assert torch.equal(states[0], torch.get_rng_state())

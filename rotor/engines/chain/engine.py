@@ -97,7 +97,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self.watches: dict[int, tuple[Inspection, StageWatch | None]] = {}
         self._inspections: dict[Any, Inspection] = {}
         self._fitted: set[Any] = set()
-        self._loaded: dict[Any, Schedule] = {}
         self.held: set[Any] = set()
 
     def check(self, options: Mapping[str, Any]) -> None:
@@ -221,8 +220,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
         size = storage_bytes(tree_tensors(arg))
         return inferred(known, self._fitted, learned, key.measured, size)
 
-    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return a note on the inputs whose measures follow from others."""
+    @property
+    def remarks(self) -> Sequence[Any]:
+        """Note on the inputs whose measures follow from others."""
         return described(len(self._fitted), len(self._inspections))
 
     def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
@@ -327,17 +327,13 @@ class ChainEngine(PublishedChain, MeteredEngine):
             return 0
         return self._sharding.collective_bytes(inspection.stages, inspection.device)
 
-    def begin_planning(self) -> None:
-        """Forget loaded sequences."""
-        self._loaded = {}
-
     def plan(
         self, key: Key, limit_bytes: int, reserve_bytes: int = 0, *, is_strict: bool = False
     ) -> Plan:
         """Return the best schedule under a limit, the same on all ranks."""
         algorithm = self.algorithm
-        if key.measured in self._loaded:
-            loaded = self._loaded[key.measured]
+        if key.measured in self.context.loaded:
+            loaded = self.context.loaded[key.measured]
             algorithm = LoadedSequence(loaded, None if is_strict else algorithm)
         inspection, ranks = self._inspected(key), self.context.peers.ranks
         options = dict(self.settings.algorithm_options)
@@ -367,7 +363,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             key.measured not in self.context.learned_loss
             and not self.settings.loss_tmp_memory_usage
             and inspection.loss_peak_bytes is None
-            and key.measured not in self._loaded
+            and key.measured not in self.context.loaded
         )
 
         def plan_with(*, holds_output: bool) -> Plan:
@@ -430,12 +426,12 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def load(self, key: Key, source: Any, limit_bytes: int) -> Plan:
         """Return the plan of a saved schedule; plans for other gradients follow it too."""
         saved = checked_sequence(source, self._chain(key))
-        before = self._loaded
-        self._loaded = before | {key.measured: saved}
+        before = self.context.loaded
+        self.context.loaded = before | {key.measured: saved}
         try:
             plan = self.plan(key, limit_bytes, is_strict=True)
         except BaseException as error:
-            self._loaded = before
+            self.context.loaded = before
             if not isinstance(error, InfeasibleError):
                 raise
             least = error.minimum_bytes
@@ -504,7 +500,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         def failed(stages: list[int]) -> None:
             inspection.refute(stages)
             if (engine := myself()) is not None:
-                engine._loaded.clear()
+                engine.context.loaded.clear()
 
         return StageOrigins(inspection.stages, failed)
 

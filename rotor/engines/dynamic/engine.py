@@ -41,6 +41,7 @@ class DynamicEngine(Engine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._by_device: dict[torch.device, DynamicPlan] = {}
+        self._plans = context.plans
         has_tier = context.settings.offload is not None
         recomputes = "recomputes, or moves to the second tier," if has_tier else "recomputes"
         self.fallback = (
@@ -100,6 +101,9 @@ class DynamicEngine(Engine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
         """Return the record of steps on a device, the same for all of them."""
         device = self._device_of(key)
+        if self._plans is not self.context.plans:
+            # The limit or an option has changed: earlier lessons are not for it.
+            self._plans, self._by_device = self.context.plans, {}
         known = self._by_device.get(device)
         if known is not None and known.limit_bytes == limit_bytes:
             return known
@@ -117,10 +121,6 @@ class DynamicEngine(Engine):
             check_device(plan.offload.tier, device)
             plan.offload.known_link(device)
         return plan
-
-    def begin_planning(self) -> None:
-        """Forget the lessons of another limit."""
-        self._by_device = {}
 
     def measure(self, key: Key, call: Call) -> None:
         """Raise InfeasibleError if a step does not fit in the limit."""

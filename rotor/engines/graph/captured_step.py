@@ -159,6 +159,13 @@ class CapturedStep:
         """Return the step, and the results of `variant`."""
         return [self, *self._variants.values()]
 
+    def forget_programs(self) -> None:
+        """Drop the compiled programs, and their lessons: the limit or an option has changed."""
+        self.capture.forget_programs()
+        for step in self.variants():
+            if step.inductor is not None:
+                step.inductor.begin()
+
     def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
         """Return the existing gradients, by flags of `slots_of` that are true where none exists."""
         return frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from rotor.engines.contract import Context, Key
@@ -36,13 +36,6 @@ class CompiledEngine(GraphEngine):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.attempts: dict[Any, list[Attempt]] = {}
-
-    def begin_planning(self) -> None:
-        """Drop the compiled programs, and their lessons."""
-        for step in [found for known in self.steps.values() for found in known.variants()]:
-            if step.inductor is not None:
-                step.inductor.begin()
-        super().begin_planning()
 
     def learn(self, plan: GraphPlan, step: StepBytes) -> None:
         """Compare a metered step with the limit; plan for less, or give up Inductor's code."""
@@ -85,14 +78,16 @@ class CompiledEngine(GraphEngine):
             self._give_up(old)
             return old
 
-    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return a table of the compiled programs, and the present executor."""
+    @property
+    def remarks(self) -> Sequence[Any]:
+        """Table of the compiled programs, and the present executor."""
+        plan, key = self.context.latest, self.context.latest_key
         if plan.engine == "graph" and plan.step.inductor is not None:
             attempts = attempt_table(plan.step.inductor.attempts, "Inductor")
-            return [attempts, *super().remarks(plan, key)]
+            return [attempts, *super().remarks]
         tried = [] if key is None else self.attempts.get(key.measured, [])
         attempts = attempt_table(tried, "FX" if plan.engine == "graph" else "blocks")
-        return [attempts, *super().remarks(plan, key)]
+        return [attempts, *super().remarks]
 
     def _give_up(self, plan: GraphPlan) -> None:
         assert plan.step.inductor is not None

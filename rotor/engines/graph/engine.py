@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -87,8 +87,9 @@ class GraphEngine(MeteredEngine):
         self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
-        self.improver = Improver(context, self.steps)
+        self.improver = Improver(context, self.steps, self.sizing.families)
         context.searches.add(self.improver)
+        self.searches = self.improver if self.improves else None
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise if an option is unknown, random numbers may differ, or the profile is invalid.
@@ -256,8 +257,9 @@ class GraphEngine(MeteredEngine):
                 "that change as tensors, and leave out what the model need not know",
             )
 
-    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return a note on the shapes of the calls, and the captures and plans that they share."""
+    @property
+    def remarks(self) -> Sequence[Any]:
+        """Note on the shapes of the calls, and the captures and plans that they share."""
         return self.sizing.remarks()
 
     # -- planning
@@ -316,13 +318,6 @@ class GraphEngine(MeteredEngine):
         )
         return is_given or self.steps[key.measured].loss_captured
 
-    def begin_planning(self) -> None:
-        """Drop the compiled programs, and end the searches."""
-        self.improver.stop()
-        for step in self.steps.values():
-            step.capture.forget_programs()
-        self.sizing.forget_programs()
-
     def solve(self) -> Any:
         """Return the search for programs, if not the planner of operations."""
         return None
@@ -359,10 +354,6 @@ class GraphEngine(MeteredEngine):
     def _agreed(self, tangents: frozenset[int]) -> frozenset[int]:
         """Return the tangents among some on which all ranks that share a plan agree."""
         return frozenset.intersection(*each(self.context.peers.ranks, lambda: tangents))
-
-    def improved(self, plan: GraphPlan, call: Call) -> GraphPlan:
-        """Return the plan of the next step: a better one if a background search has found it."""
-        return self.improver.improved(plan, call) if self.improves else plan
 
     def _planned(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any

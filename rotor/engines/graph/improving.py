@@ -33,6 +33,7 @@ from rotor.engines.graph.costs.repeating import keep_from_now_on, keep_unrepeata
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord
 from rotor.engines.graph.searching import Kept, Known, Order, options_number, program_of
 from rotor.engines.graph.shapes import ShapeStep, Values
+from rotor.engines.graph.sizing import Families
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
@@ -175,12 +176,15 @@ class _Search:
 class Improver:
     """Background planning of the steps of one engine.
 
-    `steps` are its captured steps for no existing gradients, by the measured part of their keys.
+    `steps` are its captured steps for no existing gradients, by the measured part of their keys,
+    and `families` those that share shapes.
     """
 
-    def __init__(self, context: Context, steps: Mapping[Any, CapturedStep]) -> None:
+    def __init__(
+        self, context: Context, steps: Mapping[Any, CapturedStep], families: Families
+    ) -> None:
         self.context = context
-        self._steps = steps
+        self._steps, self._families = steps, families
         self.executor: Executor = ThreadJob
         """Place where searches run."""
         self.rough: dict[Any, Rough] = {}
@@ -351,6 +355,8 @@ class Improver:
 
         `call` is that of the next step, whose arguments may be read; None without one.
         """
+        if plan.engine != GraphPlan.engine:
+            return plan
         step = plan.step
         if isinstance(step, ShapeStep) and self.is_on() and not plan.is_refuted:
             # Plans count on another speed of a tier after steps have shown it.
@@ -514,6 +520,7 @@ class Improver:
             old.planning,
             reserve_bytes=old.reserve_bytes,
             short_bytes=old.short_bytes,
+            most_recomputed=old.most_recomputed,
         )
         new.warned_bytes, new.sparse_bytes = old.warned_bytes, old.sparse_bytes
         new.planning.improved += 1
@@ -543,15 +550,24 @@ class Improver:
     def forget(self, measured: Any) -> None:
         """Drop the rough times and searches of a kind of step."""
         self.rough.pop(measured, None)
-        self.stop(measured)
-
-    def stop(self, measured: Any = None) -> None:
-        """End the searches of a kind of step; by default all."""
         for place, search in list(self._searches.items()):
-            if measured is None or (isinstance(place, Key) and place.measured == measured):
-                del self._searches[place]
-                if search.job is not None:
-                    search.job.stop()
+            if isinstance(place, Key) and place.measured == measured:
+                self._end(place)
+
+    def stop(self) -> None:
+        """End all searches, and drop all programs: the limit or an option has changed."""
+        for place in list(self._searches):
+            self._end(place)
+        for step in self._steps.values():
+            step.forget_programs()
+        for family in self._families.values():
+            for graph in family.graphs:
+                graph.forget_programs()
+
+    def _end(self, place: Any) -> None:
+        search = self._searches.pop(place)
+        if search.job is not None:
+            search.job.stop()
 
 
 def _search(

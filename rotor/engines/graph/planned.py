@@ -88,6 +88,10 @@ class GraphPlan(Metered):
     planning: PlanningRecord = field(default_factory=PlanningRecord)
     budget_bytes: int | None = None
     """Budget of Rockmate, which does not count gradients of parameters; None without one."""
+    most_recomputed: float | None = None
+    """Share of recomputation above which another engine's plan is better; ``None`` for any."""
+    is_beaten: bool = field(default=False, repr=False)
+    """True if the search has ended, and more than that share is recomputed."""
     _emitted: StepCode | None = field(default=None, repr=False)
     _early: EarlyCode | None = field(default=None, repr=False)
     _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
@@ -119,8 +123,14 @@ class GraphPlan(Metered):
         return self.program
 
     def expect(self, context: Any) -> None:
-        """Ask for another plan if an output has a new gradient, or the tier another speed."""
+        """Ask for another plan if an output has a new gradient, the tier another speed, or another
+        engine a better plan.
+        """
         known = self.step.captured.absent
+        if self.most_recomputed is not None and self.planning.is_final:
+            self.is_beaten = self.program.slowdown - 1 > self.most_recomputed
+            self.outdated |= self.is_beaten
+            self.most_recomputed = None
         self.outdated |= known is not None and not self.step.absent <= known
         layout, offload, link = self.layout, self.step.offload, self.program.link
         if layout is None or offload is None or link is None or not _is_current(self):

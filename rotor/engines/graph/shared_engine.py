@@ -157,9 +157,10 @@ class SharedGraphEngine(GraphEngine):
         super().forget(measured)
         self._forgotten.add(measured[0])
 
-    def remarks(self, plan: Any, key: Key | None) -> list[Any]:
-        """Return a note on the ranks and their limit."""
-        least = f"the least limit of all, {exact_bytes(plan.limit_bytes)}"
+    @property
+    def remarks(self) -> list[Text]:
+        """Note on the ranks and their limit."""
+        least = f"the least limit of all, {exact_bytes(self.context.latest.limit_bytes)}"
         return [Text(f"{self._ranks.size} ranks run this program, under {least}")]
 
     # -- planning

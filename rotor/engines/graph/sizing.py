@@ -450,12 +450,6 @@ class Sizing:
         if list(family.shapes) in ([], [measured]) and not family.graphs:
             self.families.drop(measured)
 
-    def forget_programs(self) -> None:
-        """Drop all programs, since an option has changed."""
-        for family in self.families.values():
-            for graph in family.graphs:
-                graph.forget_programs()
-
     # -- planning
 
     def plan(

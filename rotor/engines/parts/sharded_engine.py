@@ -160,9 +160,6 @@ class ShardedBlocksEngine(MeteredEngine):
             return self._blocks[key]
         return self._measured[key.measured].shifted(self._sharding.unreduced_bytes())
 
-    def begin_planning(self) -> None:
-        """Keep the lessons of earlier steps on the blocks."""
-
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> PartsPlan[Blocks]:
         """Return the fastest choice under the least limit of all ranks."""
         blocks = self._known_blocks(key)
