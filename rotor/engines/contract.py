@@ -451,8 +451,6 @@ class Engine(ABC):
     follows. Empty for no warning."""
     searches: Searches | None = None
     """Background searches for better plans; ``None`` without any."""
-    remarks: Sequence[Any] = ()
-    """Tables for a report on the latest plan, beside the plan's own."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -509,12 +507,10 @@ class Engine(ABC):
         """
         raise ValueError(f"the {self.name} engine has no curve")
 
-    def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
-        """Return a saved plan of such steps."""
-        raise ValueError(
-            f'engine="{self.name}" decides while a step runs, and has no plan to load: give '
-            'engine="chain" or "graph"'
-        )
+    @property
+    def remarks(self) -> Sequence[Any]:
+        """Tables for a report on the latest plan, beside the plan's own."""
+        return ()
 
     # -- running and learning
 

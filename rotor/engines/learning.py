@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rotor.common.accounting import METERED_STEPS
-from rotor.engines.contract import Engine
+from rotor.engines.contract import Engine, Key
 from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import StepBytes
 from rotor.meter.watch import note_peak, warn_excess
@@ -78,6 +78,12 @@ def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | N
 
 class MeteredEngine(Engine):
     """Engine whose plans predict a peak, which metered steps correct."""
+
+    def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
+        """Return a saved plan of such steps."""
+        raise ValueError(
+            f"the {self.name} engine has no plan to load: a plan is that of a chain or of a graph"
+        )
 
     def learn_loss(self, plan: Any, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -468,7 +468,7 @@ class SequentialEngine(ChainEngine):
             yield call
 
     @property
-    def remarks(self) -> list[Text]:
+    def remarks(self) -> Sequence[Any]:
         """Table of the compared plans."""
         compared = self._compared.get(self.context.latest.key)
         return [] if compared is None else [compared.table()]

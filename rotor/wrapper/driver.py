@@ -37,6 +37,7 @@ from rotor.engines.contract import (
     PlanAgain,
     Settings,
 )
+from rotor.engines.learning import MeteredEngine
 from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.engines.plain import PlainEngine, PlainPlan
 from rotor.errors import InfeasibleError
@@ -389,11 +390,15 @@ class Driver:
 
     def load(self, source: Any) -> Any:
         """Run the following steps by a saved plan; return it."""
-        if not self.engines[0].plans_ahead:
-            return self.engines[0].load(Key(None, None), source, 0)
+        engine = self.engines[0]
+        if not isinstance(engine, MeteredEngine):
+            raise ValueError(
+                f'engine="{engine.name}" decides while a step runs, and has no plan to load: give '
+                'engine="chain" or "graph"'
+            )
         key = self.context.measured_key()
         # A kind of step taken over by another engine has no plan of the first one's form.
-        plan = self.engines[0].load(key, source, self.limit_of(key))
+        plan = engine.load(key, source, self.limit_of(key))
         return self._install(key, plan).result
 
     # -- running
@@ -507,8 +512,7 @@ class Driver:
         )
         if plan is not None and not wants_plan:
             plan.key = key
-            is_free = self._is_pending is None or not self._is_pending()
-            if is_free and engine.searches is not None:
+            if engine.searches is not None and not self.is_pending():
                 plan = engine.searches.improved(plan, call)
             if plan.verdict is Verdict.KEEP:
                 return plan

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from rotor.engines.contract import Context, Key
+from rotor.engines.contract import Context
 from rotor.engines.graph.code.inductor import Attempt
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan

@@ -7,6 +7,7 @@ then each rank knows that its call has reached the planned graph, and that its t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -158,7 +159,7 @@ class SharedGraphEngine(GraphEngine):
         self._forgotten.add(measured[0])
 
     @property
-    def remarks(self) -> list[Text]:
+    def remarks(self) -> Sequence[Any]:
         """Note on the ranks and their limit."""
         least = f"the least limit of all, {exact_bytes(self.context.latest.limit_bytes)}"
         return [Text(f"{self._ranks.size} ranks run this program, under {least}")]
