@@ -78,7 +78,6 @@ class Driver:
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self._begin(settings, wrapper, set())
-        self.engines[0].check(settings.options)
 
     def _begin(self, settings: Settings, wrapper: nn.Module | None, warned: set[str]) -> None:
         self.settings = settings
@@ -104,6 +103,7 @@ class Driver:
         self._caches = CacheRule(self.context)
         self.order = Order(self.context)
         self.engines = self.order.engines
+        self.engines[0].check(self.settings.options)
 
     def _rediscover(self) -> None:
         """Drop all measures, and find structure and engines again."""
@@ -118,7 +118,7 @@ class Driver:
             self._rediscover()
         else:
             self.context.structure = ModelState(self.settings.module)
-        self.engines[0].check(self.settings.options)
+            engine.check(self.settings.options)
 
     def attach(self, wrapper: nn.Module) -> None:
         """Make a module represent the model."""
@@ -240,7 +240,6 @@ class Driver:
         """Find the engines of the model without the first, which does not suit it."""
         self.settings.unsuited = self.settings.unsuited | {self.engines[0].name: reason}
         self._rediscover()
-        self.engines[0].check(self.settings.options)
 
     def _agreed_key(self, call: Call) -> tuple[Key, bool]:
         engine, peers = self.engines[0], self.context.peers

@@ -550,7 +550,7 @@ class Improver:
     def forget(self, measured: Any) -> None:
         """Drop the rough times and searches of a kind of step."""
         self.rough.pop(measured, None)
-        for place, search in list(self._searches.items()):
+        for place in list(self._searches):
             if isinstance(place, Key) and place.measured == measured:
                 self._end(place)
 
