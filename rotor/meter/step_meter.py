@@ -115,6 +115,9 @@ class Metered:
     """Live bytes of that step over time."""
     levels: dict[str, int] = field(default_factory=dict, repr=False)
     """By mark, the most bytes above the level at which a metered step began, for `LevelWatch`."""
+    slack: dict[str, int] = field(default_factory=dict, repr=False)
+    """By mark, the bytes on the heap beside these that the latest step without a difference needed:
+    objects of Python and of autograd."""
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
     """True if another plan would be better: the next step makes it."""

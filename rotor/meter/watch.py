@@ -2,7 +2,7 @@
 
 A stage that works on selected rows, or eager code between captured parts, was measured on the first
 batch. The memory that they keep in later steps is compared with that: on the CPU by the level of
-the C library's heap before and after, which costs less than a microsecond. After a difference, and
+the C library's heap before and after, which costs some microseconds. After a difference, and
 now and then, a step is metered again. On an accelerator the allocator's counter shows a new peak.
 """
 
@@ -82,12 +82,14 @@ class LevelWatch(_Watch):
         expected = self._plan.levels.get(name)
         if expected is None:
             return
-        more = _core.heap_bytes() - self._begin - expected
         noise = noise_bytes(expected)
+        slack = self._plan.slack.get(name, noise // 2)
+        more = _core.heap_bytes() - self._begin - expected - slack
         if more > noise:
             self._more[name] = max(more, self._more.get(name, 0))
-        elif more > noise // 2:
-            self._plan.differs = True
+            return
+        self._plan.differs |= more > noise // 2
+        self._plan.slack[name] = min(max(slack + more, 0), noise)
 
     def _finish(self) -> None:
         engine = self._engine()

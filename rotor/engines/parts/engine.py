@@ -27,7 +27,7 @@ from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.chained import MeasuredStages
-from rotor.engines.parts.pieced import PiecesStep, make_pieces_plan
+from rotor.engines.parts.pieced import PiecesStep, make_code, make_pieces_plan
 from rotor.engines.parts.pieces import Pieces, discover
 from rotor.engines.parts.plan import (
     PartsPlan,
@@ -148,6 +148,8 @@ class PartsEngine(MeteredEngine):
         if plan.is_verified(plan.verify):
             undo = buffers_before(module.buffers()), gradients_before(module.parameters())
             proof = WholeProof(plan.proved, undo)
+        if proof is None:
+            make_code(plan)
         meter = start()
         with PiecesStep(plan, meter, proof) as pieces:
             output = pieces.forward(module, call)

@@ -84,6 +84,13 @@ def make_pieces_plan(
     return plan
 
 
+def make_code(plan: PartsPlan[Pieces]) -> None:
+    """Make the code of all parts before a step: within it, a watch of the heap would see it."""
+    for site, number in zip(plan.parts.sites, plan.choice, strict=True):
+        if isinstance(site.kind, Kind):
+            site.kind.emitted(number)
+
+
 class PiecesStep:
     """Runner of a plan's pieces during the model's forward, with a proof in a verified step."""
 
