@@ -164,7 +164,8 @@ class SequentialEngine(ChainEngine):
         self._compared: dict[Key, Comparison] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"others": {}, "_samples": {}, "_compared": {}}
+        empty: dict[str, Any] = {"others": {}, "_samples": {}, "_compared": {}, "searches": None}
+        return super().__getstate__() | empty
 
     @property
     def graph(self) -> Any:

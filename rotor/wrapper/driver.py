@@ -140,7 +140,7 @@ class Driver:
 
     def __getstate__(self) -> dict[str, Any]:
         engine, context = self.engines[0], self.context
-        kept = (engine, dict(context.plans), context.latest, context.latest_key)
+        kept = engine, dict(context.plans), dict(context.loaded), context.latest, context.latest_key
         is_portable = engine.is_portable and context.peers.ranks is None
         is_portable &= all(self.order.owner(plan) is engine for plan in context.plans.values())
         return {
@@ -152,11 +152,11 @@ class Driver:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin(state["settings"], None, state["warned"])
-        self.context.learned_loss.update(state["learned_loss"])
-        if state["kept"] is not None:
-            engine, plans, self.context.latest, self.context.latest_key = state["kept"]
-            self.context.plans.update(plans)
-            engine.context, engine.settings = self.context, self.settings
+        context, kept = self.context, state["kept"]
+        context.learned_loss.update(state["learned_loss"])
+        if kept is not None:
+            engine, context.plans, context.loaded, context.latest, context.latest_key = kept
+            engine.context, engine.settings = context, self.settings
             self.engines[0] = engine
 
     def is_pending(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -294,6 +295,11 @@ def test_a_copy_plans_for_itself():
     assert same(stepped(other), stepped(model))
     assert other.plan is not chk.plan
     assert other.plan.limit_bytes == chk.plan.limit_bytes >= other.plan.predicted_bytes
+    # With a schedule of the chain, which was asked for after a graph was captured.
+    sequence = chk.compute_sequence()
+    for other in (copy.deepcopy(chk), pickle.loads(pickle.dumps(chk))):
+        assert (other.plan.engine, other.sequence) == ("chain", sequence)
+        assert same(stepped(other), stepped(model))
 
 
 def test_the_curve_of_training_is_that_of_the_plans_it_makes():
