@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rotor.models.gpt import gpt as build_gpt
 from torch import nn
 from training import gradients_of, same
-from zoo.models import Residual
+from zoo.models import Branching, Residual, Row
 
 import rotor
 from rotor import memory
@@ -348,6 +349,27 @@ def test_the_peak_of_cuda_is_read_after_the_last_backward_of_a_step(monkeypatch)
     with pytest.warns(rotor.MemoryLimitWarning, match="differentiated.* 800 bytes, .* 700 bytes"):
         slope.sum().backward()
     assert engine.context.rerun_bytes == 800
+
+
+@pytest.mark.filterwarnings(NOT_CAPTURED)
+def test_code_of_parts_and_objects_of_autograd_are_no_growth():
+    torch.manual_seed(0)
+    layers = build_gpt(
+        "gpt2", layers=6, width=32, heads=2, vocab_size=64, context_length=16, dropout=0.0
+    )
+    model, tokens = Branching(Row(*layers)), torch.randint(64, (2, 16))
+    options = {"engine": "auto", "effort": "fast", "verbosity": -1}
+    chk = rotor.Checkpointable(model, mem_limit="1GiB", **options)
+    chk(tokens).sum().backward()
+    chk = rotor.Checkpointable(model, mem_limit=chk.plan.unlimited_bytes * 3 // 4, **options)
+    metered = []
+    for _ in range(10):
+        chk(tokens).sum().backward()
+        assert isinstance(chk.plan, PartsPlan)
+        assert chk.plan.measured_bytes == chk.plan.predicted_bytes <= chk.plan.limit_bytes
+        assert chk.plan.reserve_bytes == 0
+        metered.append(chk.plan.unmetered)
+    assert metered[-4:] == list(range(metered[-4], metered[-4] + 4)), metered
 
 
 def test_steps_that_are_due(monkeypatch):
