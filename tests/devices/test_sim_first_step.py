@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from devices.test_sim_graph import Branches
+from devices.test_sim_bits import Branches
 from limited_on_sim import Trained, batches, distance
 from torch import nn
 
