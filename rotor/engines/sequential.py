@@ -68,7 +68,7 @@ class Comparison:
     predictions: dict[str, str]
     """Predictions as text, by name."""
     is_last: bool = False
-    """True if the graph's search had ended."""
+    """True if the chain has won after the graph's last search."""
 
     def table(self) -> Text:
         """Return the predictions as a table."""
@@ -279,10 +279,14 @@ class SequentialEngine(ChainEngine):
             first = self._graph_alone(key, limit_bytes, reserve_bytes)
             if first is not None:
                 return first
-        is_settled = old is not None and self._is_settled(old, is_beaten=is_beaten)
-        if is_beaten and is_settled:
+        compared = self._compared.get(key)
+        if is_beaten and compared is not None and key.measured in self._inspections:
+            told = {"graph": _prediction(old.makespan, old.program.slowdown - 1)}
+            compared = Comparison("chain", compared.predictions | told, is_last=True)
+            self._compared[key] = compared
             # What the graph needs beside its plan says nothing about the chain.
             reserve_bytes = 0
+        is_settled = old is not None and compared is not None and compared.is_last
         chain, refusal = None, None
         try:
             chain = super().plan(key, limit_bytes, reserve_bytes, is_strict=is_strict)
@@ -316,17 +320,6 @@ class SequentialEngine(ChainEngine):
         for offer in offers:
             logger.info("compared: %s %s", offer.name, offer.prediction)
         return chosen.plan
-
-    def _is_settled(self, old: Any, *, is_beaten: bool) -> bool:
-        """Return whether the chain has won since the graph's last search ended; note it."""
-        key = old.key
-        compared = self._compared.get(key)
-        if is_beaten and compared is not None and key.measured in self._inspections:
-            told = _prediction(old.makespan, old.program.slowdown - 1)
-            predictions = compared.predictions | {"graph": told}
-            self._compared[key] = Comparison("chain", predictions, is_last=True)
-            return True
-        return old.engine == "chain" and compared is not None and compared.is_last
 
     def _graph_alone(self, key: Key, limit_bytes: int, reserve_bytes: int) -> Any:
         """Return the graph's plan where the chain is not measured yet; ``None`` to measure it."""

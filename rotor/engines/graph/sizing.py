@@ -358,11 +358,8 @@ class Sizing:
         if found is None:
             family.separate_count += 1
             return None
-        context, settings, device = (
-            self.context,
-            self.context.settings,
-            self.context.device_of(call),
-        )
+        context, settings = self.context, self.context.settings
+        device = context.device_of(call)
         # Without better plans later a seed decides alone: no programs are read from disk.
         orders = partial(KnownOrders, device=device, has_tier=settings.offload is not None)
         primals, known = found.primals, [(m, steps.get(m)) for m in family.shapes]

@@ -148,7 +148,7 @@ class PartsEngine(MeteredEngine):
         if plan.is_verified(plan.verify):
             undo = buffers_before(module.buffers()), gradients_before(module.parameters())
             proof = WholeProof(plan.proved, undo)
-        if proof is None:
+        else:
             make_code(plan)
         meter = start()
         with PiecesStep(plan, meter, proof) as pieces:
