@@ -5,29 +5,57 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable
-from functools import cache
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 
 from rotor._pytorch import core
+from rotor.errors import CaptureError
 
 _REQUIRED = """
-    _guards.TracingContext.report_output_strides _guards.tracing
-    _inductor.choices.InductorChoices.can_fuse_horizontal _inductor.compile_fx.compile_fx_inner
+    _functorch.config.patch _functorch.partitioners.min_cut_rematerialization_partition
+    _guards.TracingContext _guards.tracing
+    _inductor.compile_fx.compile_fx_inner _inductor.fx_passes.post_grad.view_to_reshape
     _inductor.config.patch _inductor.cpp_builder.get_cpp_compiler
+    _inductor.debug.DebugContext
     _inductor.decomposition.select_decomp_table _inductor.exc.InvalidCxxCompiler
     _inductor.fx_passes.joint_graph.joint_graph_passes
-    _inductor.virtualized.V.set_choices_handler _inductor.virtualized.V.set_fake_mode
-    fx.passes.fake_tensor_prop.FakeTensorProp ops.prims.inductor_force_stride_order.default
-    ops.prims.inductor_seeds.default
+    _inductor.fx_passes.post_grad.post_grad_passes
+    _inductor.fx_passes.post_grad.reinplace_inplaceable_ops
+    _inductor.graph.GraphLowering.init_wrapper_code _inductor.graph.GraphLowering._update_scheduler
+    _inductor.ir.Buffer.get_name _inductor.ir.NonOwningLayout
+    _inductor.ir.StorageBox _inductor.ir.TensorBox
+    _inductor.scheduler.BaseSchedulerNode.get_nodes
+    _inductor.scheduler.BaseSchedulerNode.get_outputs
+    _inductor.scheduler.ExternKernelSchedulerNode
+    _inductor.virtualized.V.set_debug_handler _inductor.virtualized.V.set_extern_kernel_nodes
+    _inductor.virtualized.V.set_fake_mode _inductor.virtualized.V.set_graph_handler
+    fx.passes.fake_tensor_prop.FakeTensorProp
+    ops.prims.inductor_lookup_seed.default ops.prims.inductor_seeds.default
 """
 
+_MODULES = """
+    _functorch.config _functorch.partitioners _inductor.compile_fx _inductor.cpp_builder
+    _inductor.debug _inductor.decomposition _inductor.fx_passes.joint_graph
+    _inductor.fx_passes.post_grad _inductor.graph _inductor.ir _inductor.scheduler
+    fx.passes.fake_tensor_prop
+"""
 
 _TRITON = frozenset({"cuda", "xpu"})
 """Types of devices for which Inductor writes Triton."""
+
+_LIBRARY = re.compile(
+    r"aten\.(mm|bmm|addmm|baddbmm|addbmm|addmv|mv|dot|convolution|convolution_backward|"
+    r"_scaled_dot_product_\w+|_fft_\w+|_\w*embedding_bag\w*)\.|prims\.inductor_seeds?\."
+)
+"""Operators that a library runs, or that draw from the generator: never part of a kernel."""
+
+_AS_CAPTURED = {"layout_optimization": False}
+"""Settings that keep the strides of the capture."""
 
 
 def check(device_types: Iterable[str] = ()) -> None:
@@ -36,10 +64,8 @@ def check(device_types: Iterable[str] = ()) -> None:
     An ImportError lists the missing names, and the PyTorch versions that work. A RuntimeError says
     that there is no C++ compiler, or no Triton for a GPU among the types of the model's devices.
     """
-    names = "choices", "compile_fx", "cpp_builder", "decomposition", "fx_passes.joint_graph"
-    for name in names:
-        importlib.import_module(f"torch._inductor.{name}")
-    importlib.import_module("torch.fx.passes.fake_tensor_prop")
+    for name in _MODULES.split():
+        importlib.import_module(f"torch.{name}")
     core.check(_REQUIRED)
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -64,13 +90,31 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
-def joint_passes(module: fx.GraphModule, placeholders: Iterable[Any]) -> None:
+def draws_seeds(node: fx.Node) -> bool:
+    """Return whether a node draws the seeds of a step, a few bytes from which all noise follows."""
+    return str(node.target).startswith("prims.inductor_seed")
+
+
+def takes_seed(node: fx.Node) -> bool:
+    """Return whether a node takes one of the seeds of a step, by a constant index."""
+    return node.target is torch.ops.prims.inductor_lookup_seed.default
+
+
+def propagate(module: fx.GraphModule, mode: Any) -> None:
+    """Renew the fake tensors of a graph's nodes, from those of its inputs."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*values)
+
+
+def joint_passes(module: fx.GraphModule) -> None:
     """Apply Inductor's passes to a joint graph in place; renew all fake tensors of its nodes."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    nodes = list(placeholders)
+    nodes = module.graph.find_nodes(op="placeholder")
     mode = core.fake_mode_of(nodes)
     values = [node.meta.get("val") for node in nodes]
     device = next(value.device for value in values if isinstance(value, torch.Tensor))
@@ -81,69 +125,168 @@ def joint_passes(module: fx.GraphModule, placeholders: Iterable[Any]) -> None:
         changed = joint_graph_passes(module, **given)
         if changed is not module:
             module.graph = changed.graph
-        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*values)
+        propagate(module, mode)
 
 
-@cache
-def near_choices(apart: int) -> Any:
-    """Return Inductor's choices without fusing distant kernels for reading the same.
+def halves(module: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return forward and backward of a joint graph, as ``torch.compile`` cuts and simplifies them.
 
-    After such a fusion the later kernel runs early and holds its result meanwhile: planned
-    recomputations would move to the first of them.
+    Inputs of the forward cost nothing to keep. The forward returns what the backward reads after
+    its `num_outputs` results, under names that the backward's inputs have.
     """
-    from torch._inductor.choices import InductorChoices
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.virtualized import V
 
-    class NearChoices(InductorChoices):
-        @staticmethod
-        def uuid() -> str:
-            return f"rotor fuses within {apart}"
+    nodes = module.graph.find_nodes(op="placeholder")
+    mode = core.fake_mode_of(nodes)
+    resident = [k for k, node in enumerate(nodes) if "tangent" not in node.name]
+    with V.set_fake_mode(mode), config.patch(activation_memory_budget=1.0):
+        return min_cut_rematerialization_partition(
+            module,
+            [node.meta.get("val") for node in nodes],
+            num_fwd_outputs=num_outputs,
+            static_lifetime_input_indices=resident,
+        )
 
-        @staticmethod
-        def can_fuse_horizontal(
-            scheduler: Any, node1: Any, node2: Any, shared_data_score: int
-        ) -> bool:
-            between = max(node1.min_order - node2.max_order, node2.min_order - node1.max_order)
-            if between > apart:
-                return False
-            return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
-    # PyTorch 2.11 pickles the class for its cache, by the name that it has in its module.
-    NearChoices.__qualname__ = f"NearChoices{apart}"
-    globals()[NearChoices.__qualname__] = NearChoices
-    return NearChoices
+def simplify(half: fx.GraphModule, mode: Any) -> None:
+    """Apply Inductor's later passes to a forward or a backward; none that writes in place."""
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.virtualized import V
+
+    post_grad.view_to_reshape(half)
+    propagate(half, mode)
+    functional = core.replaced(post_grad, reinplace_inplaceable_ops=lambda *_: None)
+    with V.set_fake_mode(mode), functional, torch.no_grad():
+        post_grad.post_grad_passes(half, False)
+    propagate(half, mode)
+
+
+def kernels_of(half: fx.GraphModule, mode: Any) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """Return the number of the kernel that stores each stored result, and the nodes of libraries.
+
+    Kernels are as Inductor would fuse them. Results that it computes where they are read have none.
+    """
+    graph = _scheduled(half, mode)
+    kernels: dict[str, int] = {}
+    libraries = {node for node in half.graph.nodes if _LIBRARY.match(str(node.target))}
+    into: dict[str, str] = {}
+    for number, scheduled in enumerate(graph.scheduler.nodes):
+        for inner in scheduled.get_nodes():
+            if _is_extern(inner):
+                libraries.update(_origins(inner.node, half))
+                continue
+            for output in inner.get_outputs():
+                kernels[output.get_name()] = number
+                into.update(_parts_of(output.node))
+    for part, whole in into.items():
+        kernels[part] = kernels.get(whole, kernels[part])
+    found: dict[fx.Node, int] = {}
+    for node in half.graph.nodes:
+        name = _stored(graph.env.get(node))
+        if name in kernels:
+            found[node] = kernels.pop(name)
+    return found, libraries
+
+
+def _scheduled(half: fx.GraphModule, mode: Any) -> Any:
+    """Return Inductor's graph of a half, with its kernels in a scheduler."""
+    from torch._inductor import config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    values = [node.meta.get("val") for node in half.graph.find_nodes(op="placeholder")]
+    half.graph.output_node().meta["user_visible_output_idxs"] = []
+    with _compiling(mode), config.patch(_AS_CAPTURED):
+        graph = GraphLowering(half, example_inputs=values, shape_env=mode.shape_env)
+        graph.garbage_collect_values = False
+        with (
+            V.set_graph_handler(graph),
+            V.set_extern_kernel_nodes([]),
+            V.set_debug_handler(DebugContext()),
+        ):
+            graph.run(*values)
+            graph.init_wrapper_code()
+            graph._update_scheduler()
+    return graph
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Have an error of Inductor's say what to do."""
+    try:
+        yield
+    except Exception as error:
+        raise CaptureError(
+            f'Inductor could not compile the planned step; backend="fx" needs no compiler. '
+            f"Its reason:\n{type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _compiling(mode: Any) -> Iterator[None]:
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad():
+        yield
+
+
+def _is_extern(scheduled: Any) -> bool:
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+    return isinstance(scheduled, ExternKernelSchedulerNode)
+
+
+def _origins(kernel: Any, half: fx.GraphModule) -> list[fx.Node]:
+    """Return the node of a graph from which a library's kernel comes."""
+    origin = kernel.get_origin_node()
+    found = [node for node in kernel.origins if node.graph is half.graph]
+    if origin is None and found:
+        order = {node: number for number, node in enumerate(half.graph.nodes)}
+        origin = max(found, key=order.__getitem__)
+    return [] if origin is None else [origin]
+
+
+def _parts_of(buffer: Any) -> dict[str, str]:
+    """Return the buffer into which another one is written, by the name of the other."""
+    from torch._inductor.ir import NonOwningLayout
+
+    layout = getattr(buffer, "layout", None)
+    if not isinstance(layout, NonOwningLayout):
+        return {}
+    return {buffer.get_name(): layout.view.get_name()}
+
+
+def _stored(value: Any) -> str:
+    """Return the name of the buffer that holds all of a value of Inductor's graph; empty if none.
+
+    Views of buffers, and values that are computed where they are read, have none.
+    """
+    from torch._inductor.ir import Buffer, StorageBox, TensorBox
+
+    box = value.data if isinstance(value, TensorBox) else None
+    buffer = box.data if isinstance(box, StorageBox) else None
+    return str(buffer.get_name()) if isinstance(buffer, Buffer) else ""
 
 
 def compile_graph(
-    module: fx.GraphModule,
-    values: list[Any],
-    *,
-    is_backward: bool,
-    apart: int,
-    options: dict[str, Any],
-) -> tuple[Callable[[list[Any]], Any], list[tuple[int, ...] | None]]:
-    """Compile a graph, which is changed; return its code and the strides of its results.
+    module: fx.GraphModule, values: Sequence[Any], mode: Any
+) -> Callable[[list[Any]], Any]:
+    """Compile a graph, whose results get the strides of their fake tensors.
 
-    `values` are the inputs as fake tensors of one mode, `apart` is the largest distance of kernels
-    that are fused only because they read the same tensor, and `options` are settings of
-    ``torch._inductor.config``. The code is a function of one list, which it empties; strides are
-    ``None`` for results that are no tensors.
+    `values` are the inputs as fake tensors of the mode. The code is a function of one list, which
+    it empties.
     """
-    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.virtualized import V
 
-    choices = near_choices(apart)
-    mode = next(v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor))
-    with (
-        # The setting is part of the key of Inductor's cache, the handler decides.
-        config.patch(options | {"inductor_choices_class": choices}),
-        V.set_choices_handler(choices()),
-        V.set_fake_mode(mode),
-        tracing(TracingContext(mode)),
-        TracingContext.report_output_strides() as strides,
-        torch.no_grad(),
-    ):
-        compiled: Any = compile_fx_inner(module, values, is_backward=is_backward)
-        found = list(strides or ())
-    return compiled, found
+    returned: Any = module.graph.output_node()
+    returned.meta["user_visible_output_idxs"] = list(range(len(returned.args[0])))
+    with _compiling(mode), config.patch(_AS_CAPTURED):
+        compiled: Any = compile_fx_inner(module, list(values), is_backward=False)
+    # Without the wrapper for profilers and traces, which takes longer than a small kernel.
+    run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
+    return run

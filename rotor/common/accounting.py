@@ -53,12 +53,6 @@ PROOF_SHARE = 50
 HANDOVERS = 64
 """Part of the bytes of existing gradients that are handed over together."""
 
-COMPILED_HANDOVERS = 16
-"""The same part where Inductor compiles the backward."""
-
-INDUCTOR_MARGIN = 0.98
-"""Part of the scaled prediction that a compiled program is planned for after one over the limit."""
-
 CODE_FACTOR = 2
 """Bytes that code between captured pieces makes per byte that it keeps, gradients included."""
 

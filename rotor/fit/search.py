@@ -147,7 +147,7 @@ def largest_batch(
     refuse_sharded(model)
     if isinstance(options.get("offload"), str):
         # All sizes share a file, and its measured speed.
-        checked = checked_offload(options["offload"], None, engine, "fx")
+        checked = checked_offload(options["offload"], None, engine)
         options = {**options, "offload": None if checked is None else checked.tier}
     check_counts(multiple_of=multiple_of, max_batch=max_batch, points=points)
     if max_batch < multiple_of:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rotor.chain import Chain
     from rotor.engines.chain.plan import Plan
     from rotor.engines.dynamic.plan import DynamicPlan, StepFigures
-    from rotor.engines.graph.code.inductor import Attempt
     from rotor.engines.graph.code.offloading import Layout
     from rotor.engines.graph.planned import GraphPlan
     from rotor.engines.parts.offloading import PartsTier
@@ -227,22 +226,6 @@ def loss_rows(plan: Metered) -> list[list[str]]:
     if not plan.short_bytes or plan.measured_bytes is not None:
         return []
     return [["assumed for the loss, not set aside", format_bytes(plan.short_bytes)]]
-
-
-def attempt_table(attempts: Sequence[Attempt], backend: str) -> Text:
-    """Return the backend of the plan, and every program that Inductor compiled for this limit."""
-    rows = [[f"runs by {backend}", "planned for", "predicted", "measured", "kept apart"]]
-    for number, attempt in enumerate(attempts, start=1):
-        rows.append(
-            [
-                f"Inductor, program {number}",
-                format_bytes(attempt.target_bytes),
-                format_bytes(attempt.predicted_bytes),
-                format_bytes(attempt.measured_bytes),
-                "yes" if attempt.kept_apart else "no",
-            ]
-        )
-    return table(rows)
 
 
 def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:

@@ -95,12 +95,10 @@ class Offload:
         )
 
 
-def checked_offload(
-    offload: Any, offload_limit: int | str | None, engine: str, backend: str
-) -> Offload | None:
+def checked_offload(offload: Any, offload_limit: int | str | None, engine: str) -> Offload | None:
     """Return the second tier of an option: None, "disk", "disk:FOLDER", "host", or a `Tier`.
 
-    Raises ValueError or TypeError for wrong options, or if the engine or backend does not suit.
+    Raises ValueError or TypeError for wrong options, or if the engine does not suit.
     """
     if offload is None:
         if offload_limit is not None:
@@ -121,11 +119,6 @@ def checked_offload(
         raise ValueError(
             'offload= moves values of captured graphs and of eager steps, and engine="chain" has '
             'none: use engine="graph", "dynamic" or "auto"'
-        )
-    if backend != "fx":
-        raise ValueError(
-            f'offload= needs the order of all operations, which backend="{backend}" decides '
-            'itself: use backend="fx"'
         )
     limit = None if offload_limit is None else parse_bytes(offload_limit, name="offload_limit")
     return Offload(offload if is_known else tier_of(offload), limit)

@@ -91,9 +91,8 @@ class Checkpointable(ReportingModule):
         `rotor.graph.Machine` estimates them, a `rotor.graph.Profile`, or the path of one, holds
         measures of another machine: then nothing is run before the first step.
     backend
-        For graphs, the executor of a plan: "fx", Python code of our own, whose bytes are exact, or
-        "inductor", which compiles it; then the measured peak decides, and the limit holds after
-        the first metered steps (docs/graph.md).
+        For graphs, what runs their operations: "fx", PyTorch's own operators, or "inductor", which
+        fuses and compiles them before planning: each kernel is one operation (docs/graph.md).
     verify
         Steps in which recomputed values are compared, bit for bit, with the values computed
         first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".
@@ -218,8 +217,8 @@ class Checkpointable(ReportingModule):
             backend=backend,
             verify=checked_verify(verify),
             planning=checked_planning(planning),
-            counts=checked_counts(counts, engine, backend),
-            offload=checked_offload(offload, offload_limit, engine, backend),
+            counts=checked_counts(counts, engine),
+            offload=checked_offload(offload, offload_limit, engine),
             options=options,
         )
         super().__init__(model)
@@ -512,7 +511,7 @@ class Checkpointable(ReportingModule):
         RuntimeError
             No process group exists.
         ValueError
-            The dynamic engine, ``backend="inductor"`` or ``counts="reserved"`` was asked for.
+            The dynamic engine or ``counts="reserved"`` was asked for.
         RankError
             Another rank raised one of these, or has other options.
         """

@@ -10,7 +10,6 @@ from rotor.engines.chain.sharded import find_sharding
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.contract import Context, Engine
 from rotor.engines.dynamic.engine import DynamicEngine
-from rotor.engines.graph.compiled import CompiledEngine
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.shared_engine import SharedGraphEngine
 from rotor.engines.parts.engine import PartsEngine
@@ -40,9 +39,8 @@ def _automatic(context: Context) -> list[Engine]:
 
 
 def _graph(context: Context) -> list[Engine]:
-    """Return the engine of captured graphs; for Inductor also our own code, as fallback."""
-    graph: Engine = (context.settings.graph_class or GraphEngine)(context)
-    return [CompiledEngine(context), graph] if context.settings.backend == "inductor" else [graph]
+    """Return the engine of captured graphs."""
+    return [(context.settings.graph_class or GraphEngine)(context)]
 
 
 ENGINES: dict[str, Callable[[Context], list[Engine]]] = {

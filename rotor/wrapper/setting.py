@@ -120,7 +120,8 @@ def agree_to_share(ranks: Ranks, settings: Settings, engine: str) -> None:
     def own() -> str:
         _check_shared(settings)
         tier = "none" if settings.offload is None else type(settings.offload.tier).__name__
-        return f"plans as {engine} with offload {tier} and verify={settings.verify!r}"
+        options = f'backend="{settings.backend}", verify={settings.verify!r}'
+        return f"plans as {engine} with offload {tier}, {options}"
 
     for rank, other in enumerate(found := ranks.together(own)):
         if other != found[0]:
@@ -135,8 +136,6 @@ def _check_shared(settings: Settings) -> None:
     refused = None
     if settings.engine == "dynamic":
         refused = 'engine="dynamic" decides while a step runs, and has no plan'
-    elif settings.backend != "fx":
-        refused = f'backend="{settings.backend}" compiles for one process what its plan needs'
     elif settings.counts == "reserved":
         refused = 'counts="reserved" depends on the allocator of one process'
     elif settings.graph_class is not None:

@@ -17,26 +17,28 @@ from accumulating import (
     metered,
 )
 from accumulating import step as train
-from capture.test_graph_inductor import Planned, _quick_compiler, needs_compiler  # noqa: F401
-from eager_inductor import run_by_eager
+from capture.test_graph_inductor import (  # noqa: F401
+    Planned,
+    _quick_compiler,
+    needs_compiler,
+)
+from eager_inductor import stand_in
 from graph_modules import RandomNet, arguments, in_order, random_program, step
 from torch import nn
 from versions import HANDS_OVER
 
 import rotor
-from rotor._pytorch import inductor as _inductor
-from rotor.common.accounting import COMPILED_HANDOVERS
+from rotor.common.accounting import HANDOVERS
 from rotor.engines.graph.code.early import EarlyCode
 from rotor.engines.graph.code.handover import with_handovers
-from rotor.engines.graph.code.inductor import InductorCode
 from rotor.engines.graph.costs.profile import Cost
 
 SMALL_BYTES = 2048
 
 
 @pytest.fixture
-def eager(monkeypatch):
-    monkeypatch.setattr(_inductor, "compile_graph", run_by_eager())
+def eager(monkeypatch, tmp_path):
+    stand_in(monkeypatch, tmp_path)
 
 
 def planned(model, limit="1GiB"):
@@ -65,14 +67,14 @@ def check_added_where_they_lie(model, x, plain):
     held = [p.grad for p in model.parameters()]
     before = gradients(model)
     train(chk, x)
-    assert len(chk.plan.emitted.groups) <= COMPILED_HANDOVERS + 1
+    assert len(chk.plan.emitted.groups) <= HANDOVERS + 1
     for parameter, gradient, old, added in zip(model.parameters(), held, before, new, strict=True):
         assert parameter.grad is gradient
         assert gradient is None or torch.equal(gradient, old + added)
 
     peak = metered(chk, x)
     # A segment ends when it holds a part of all bytes, or more with what its last operation makes.
-    segment = total // COMPILED_HANDOVERS + largest
+    segment = total // HANDOVERS + largest
     assert peak - eager_existing <= max(first - eager_first, 0) + segment + SMALL_BYTES
     assert peak <= chk.plan.predicted_bytes
     assert least_limit(chk) <= least_first - total + largest + segment
@@ -117,8 +119,8 @@ def check_random_programs(seed):
     for k, drop in enumerate((0.0, 0.3, 1.0)):
         existing = wanted[k % 2 :: 2] if k else wanted
         free = [Cost(0, 0)] * len(lowered.tasks)
-        with_them, _ = with_handovers(lowered, free, existing, COMPILED_HANDOVERS)
-        code = InductorCode(with_them, random_program(with_them, seed + k, drop)).in_parts()
+        with_them, _ = with_handovers(lowered, free, existing)
+        code = EarlyCode.of(with_them, random_program(with_them, seed + k, drop))
         most = max(most, len(code.groups))
         model.load_state_dict(start)
         call.captured.emitted = code
@@ -192,7 +194,8 @@ def test_hooks_see_each_gradient_once_and_its_sum(eager):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_limit_is_kept_in_accumulation_where_new_gradients_would_not_fit(eager):
+@needs_compiler
+def test_a_limit_is_kept_in_accumulation_where_new_gradients_would_not_fit():
     model, x = stack()
     free = planned(copy.deepcopy(model))
     train(free, x)
@@ -208,7 +211,7 @@ def test_a_limit_is_kept_in_accumulation_where_new_gradients_would_not_fit(eager
     for parts in (3, 4):
         train(chk, x)
         plan = chk.plan
-        assert plan.step.inductor is not None
+        assert plan.engine == "graph"
         assert plan.recomputed
         assert 0 < plan.measured_bytes <= limit
         expected = [None if g is None else sum([g] * (parts - 1), g) for g in new]

@@ -12,7 +12,6 @@ import rotor
     [
         ({"engine": "chain"}, 'engine="chain"'),
         ({"engine": "dynamic"}, 'engine="dynamic"'),
-        ({"backend": "inductor"}, 'backend="inductor"'),
     ],
 )
 def test_engines_without_an_order_of_allocations(options, named):

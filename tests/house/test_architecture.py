@@ -275,7 +275,7 @@ def test_transparent_modules_touch_only_what_modules_override():
 # tests; everything else is tested by public names.
 PRIVATE_IN_TESTS = {
     "gpu.test_cuda": ["_core"],
-    "distributed.ddp_graphs": ["_pytorch.inductor"],
+    "eager_inductor": ["_pytorch.inductor", "engines.graph.tracing.groups"],
     "installed": ["_core"],
     "oracles.dtr_operators": ["_pytorch.core", "_pytorch.dispatch", "dtr.recall", "dtr.runtime"],
     "published.test_rockmate": ["rockmate"],
@@ -304,7 +304,6 @@ PRIVATE_IN_TESTS = {
     "capture.test_graph_engine": ["_pytorch.core"],
     "capture.test_graph_estimate": ["engines.graph.costs.estimate", "engines.graph.costs.profile"],
     "capture.test_graph_inductor": ["_pytorch.inductor"],
-    "capture.test_graph_inductor_gradients": ["_pytorch.inductor"],
     "wrapper.test_integration_transformers": ["integrations.planned"],
     "wrapper.test_lists_that_change": ["_core", "dtr.recall"],
     "devices.test_memory": ["_core", "_pytorch.core", "_pytorch.profiler"],

@@ -155,7 +155,6 @@ def test_plans_are_saved_and_loaded(ran, disk):
         ({"offload": "disk:"}, "unknown offload"),
         ({"offload_limit": "1GiB"}, "offload is None"),
         ({"offload": "disk", "engine": "chain"}, 'engine="chain" has none'),
-        ({"offload": "disk", "backend": "inductor"}, 'backend="inductor" decides'),
         ({"offload": "disk:/dev/null/no"}, "no file for offloaded values"),
     ],
 )

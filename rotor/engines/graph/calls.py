@@ -40,16 +40,14 @@ COUNTS = ("allocated", "reserved")
 """Accepted values of ``counts=``."""
 
 
-def checked_counts(counts: str, engine: str, backend: str) -> str:
+def checked_counts(counts: str, engine: str) -> str:
     """Return the bytes that a limit counts; raise ValueError if an option does not suit them."""
     if counts not in COUNTS:
         raise ValueError(f"unknown counts {counts!r}, expected one of {', '.join(COUNTS)}")
-    if counts == "reserved" and (engine not in ("auto", "graph") or backend != "fx"):
-        given = f'engine="{engine}"' if engine not in ("auto", "graph") else f'backend="{backend}"'
+    if counts == "reserved" and engine not in ("auto", "graph"):
         raise ValueError(
             'counts="reserved" needs the order of all allocations before a step runs, which '
-            f'{given} does not have: use engine="graph" and backend="fx", or leave counts at '
-            '"allocated"'
+            f'engine="{engine}" does not have: use engine="graph", or leave counts at "allocated"'
         )
     return counts
 

@@ -25,13 +25,13 @@ from rotor._pytorch import (
     captures,
     core,
     dispatch,
+    inductor,
     quiet_capture,
     region_guards,
     regions,
     scripts,
     symbols,
 )
-from rotor._pytorch import inductor as _inductor
 from rotor._pytorch.draws import Draws
 from rotor.common.calls import shared_places
 from rotor.common.collector import CollectorPause
@@ -43,13 +43,13 @@ from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.code.early import Delivery
 from rotor.engines.graph.code.emit import StepCode, read_primals, saved_primals
-from rotor.engines.graph.code.inductor import draw_once
 from rotor.engines.graph.code.numbers import write_numbers
 from rotor.engines.graph.costs.profile import warm_up_scripts
 from rotor.engines.graph.costs.symbols import origin_values
 from rotor.engines.graph.tracing.alike import alike_modules
 from rotor.engines.graph.tracing.false_edges import DEVICES, without_memory
 from rotor.engines.graph.tracing.folding import CastOnce, Changed, Folding
+from rotor.engines.graph.tracing.fusing import fuse
 from rotor.engines.graph.tracing.lowering import Lowered, lower
 from rotor.engines.graph.tracing.rewrite import as_in_eager, drop_tokens
 from rotor.errors import CaptureError
@@ -198,10 +198,10 @@ class Capture:
     """Captured call of a module; several captures if its code depends on Python values.
 
     A fresh code object of `function` is compiled for each capture. For the backend "inductor",
-    operators are decomposed as it does. With `folds`, one of alike modules is traced, and its
-    operations are copied for the others. `branches` answers code that asks whether it is compiled
-    (by default no), and `numbers` are dynamo's expressions of numbers among the arguments that are
-    to be inputs.
+    operators are decomposed as it does, and its kernels are the operations. With `folds`, one of
+    alike modules is traced, and its operations are copied for the others. `branches` answers code
+    that asks whether it is compiled (by default no), and `numbers` are dynamo's expressions of
+    numbers among the arguments that are to be inputs.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Capture:
         """Object that lives while the last call's backward is still to come."""
         self.leaves: list[Any] | None = None
         """Primals of the last call that get gradients, if this was a list when it began."""
-        decompositions = _inductor.decompositions() if backend == "inductor" else as_in_eager()
+        decompositions = inductor.decompositions() if backend == "inductor" else as_in_eager()
         self._function = function
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
         # which keeps the function.
@@ -239,7 +239,7 @@ class Capture:
 
         compiler = core.aot_backend(
             partition=partition,
-            forward=compiled if backend == "inductor" else captures.for_emitted(compiled),
+            forward=captures.for_emitted(compiled),
             backward=lambda module, inputs: Capture._boxed(Capture._backward, module.meta[_GRAPH]),
             inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,
@@ -490,19 +490,20 @@ class Capture:
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.backend == "inductor":
-            _inductor.joint_passes(module, module.graph.find_nodes(op="placeholder"))
+            inductor.joint_passes(module)
         if self.folding is not None:
             self.folding.expand(module)
         tokens = drop_tokens(module)
         variables = write_numbers(module) if self._numbers else {}
-        lowered = lower(module, num_fwd_outputs, as_traced=self.backend == "inductor")
+        if self.backend == "inductor":
+            with inductor.explained():
+                fuse(module, num_fwd_outputs)
+        lowered = lower(module, num_fwd_outputs)
         lowered.variables = variables
         if lowered.symbols and not symbols.are_marked() and not self._numbers:
             raise CaptureError(_UNSIZED)
         names = region_guards.guarded_names()
         lowered.reads_gradients = region_guards.reads_gradients(names)
-        if self.backend == "inductor":
-            draw_once(lowered)
         token = module.graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
         token.name = "token"
         mode = core.fake_mode_of(lowered.primals + lowered.tangents)

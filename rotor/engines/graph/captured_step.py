@@ -11,8 +11,6 @@ import torch
 
 from rotor._pytorch import devices
 from rotor.common.accounting import (
-    COMPILED_HANDOVERS,
-    HANDOVERS,
     assumed_loss_bytes,
     generator_bytes,
     scalar_bytes,
@@ -23,7 +21,6 @@ from rotor.engines.graph.code.actions import runs_among
 from rotor.engines.graph.code.early import EarlyCode, Owners
 from rotor.engines.graph.code.emit import StepCode, checksums_of, emit
 from rotor.engines.graph.code.handover import with_handovers
-from rotor.engines.graph.code.inductor import Inductor
 from rotor.engines.graph.code.offloading import Layout, layout_of
 from rotor.engines.graph.code.pricing import Pooling, build_graph, outliving_storages, sizes_of
 from rotor.engines.graph.code.proving import Prover, proving_bytes
@@ -74,8 +71,6 @@ class CapturedStep:
     values: tuple[int, ...] = ()
     """Values of the symbols in its graph; none if it has one shape."""
     lowered: Lowered = field(init=False, repr=False)
-    inductor: Inductor | None = field(init=False, default=None, repr=False)
-    """Compiler of its programs; None if they are emitted as Python."""
     base: CapturedStep = field(init=False, repr=False)
     """The same step without existing gradients, with all tangents."""
     _variants: dict[tuple[frozenset[int], frozenset[int]], CapturedStep] = field(
@@ -85,13 +80,10 @@ class CapturedStep:
     def __post_init__(self) -> None:
         self.base = self
         self.lowered = self.captured.lowered
-        compiles = self.capture.backend == "inductor"
         if self.existing:
             self.lowered, self.costs = self._with_handovers(self.costs)
         self.costs = self._without_absent(self.costs)
         self._release_outputs()
-        if compiles:
-            self.inductor = Inductor(self.lowered)
 
     def _release_outputs(self) -> None:
         """Count outputs of the forward as long as operations read them, if others hold them."""
@@ -104,8 +96,7 @@ class CapturedStep:
             self.lowered = replace(self.lowered, storages=storages)
 
     def _with_handovers(self, costs: list[Cost]) -> tuple[Lowered, list[Cost]]:
-        most = COMPILED_HANDOVERS if self.capture.backend == "inductor" else HANDOVERS
-        return with_handovers(self.captured.lowered, costs, self.existing, most)
+        return with_handovers(self.captured.lowered, costs, self.existing)
 
     def _without_absent(self, costs: list[Cost]) -> list[Cost]:
         """Return costs with tangents of no bytes where they are absent."""
@@ -152,7 +143,7 @@ class CapturedStep:
         large = frozenset(k for k, value in enumerate(values) if value.numel() > 1)
         is_known = self.captured.absent is not None
         on_cpu = all(value.device.type in DEVICES for value in values)
-        is_free = on_cpu and bool(self.lowered.output_of_tangent) and self.inductor is None
+        is_free = on_cpu and bool(self.lowered.output_of_tangent)
         return large if is_free and not is_known and len(large) < len(values) else frozenset()
 
     def variants(self) -> list[CapturedStep]:
@@ -160,11 +151,8 @@ class CapturedStep:
         return [self, *self._variants.values()]
 
     def forget_programs(self) -> None:
-        """Drop the compiled programs, and their lessons: the limit or an option has changed."""
+        """Drop the code of programs: the limit or an option has changed."""
         self.capture.forget_programs()
-        for step in self.variants():
-            if step.inductor is not None:
-                step.inductor.begin()
 
     def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
         """Return the existing gradients, by flags of `slots_of` that are true where none exists."""
@@ -220,8 +208,6 @@ class CapturedStep:
         self, numbers: list[int], layout: Layout | None = None, prover: Prover | None = None
     ) -> StepCode:
         """Return the functions that run the actions of a program, compared by a prover if given."""
-        if self.inductor is not None:
-            return self.inductor.code(numbers)
         make = EarlyCode.of if self.hands_over else emit
         pooling = self.pooling()
         return make(self.lowered, numbers, prover=prover, layout=layout, pooling=pooling)
@@ -229,7 +215,7 @@ class CapturedStep:
     @property
     def has_pool(self) -> bool:
         """True if programs may run in a private pool of the allocator."""
-        counts = self.counts == "reserved" and self.offload is None and self.inductor is None
+        counts = self.counts == "reserved" and self.offload is None
         return counts and devices.has_pools(self.device)
 
     def pooling(
@@ -299,7 +285,7 @@ class CapturedStep:
         The others are for scalars, `replayed` restored random states and, in a verified step,
         `compared` checksums.
         """
-        proves = self.verifies and self.inductor is None and self.is_provable(limit_bytes)
+        proves = self.verifies and self.is_provable(limit_bytes)
         return sum(map(self.lowered.input_bytes, self.lowered.mutated)) + max(
             executor_bytes(device, replayed)
             + (proving_bytes(self.lowered, device, compared) if proves else 0)
@@ -311,8 +297,6 @@ class CapturedStep:
         ops = runs_among(self.lowered, numbers)
         runs = np.bincount(ops, minlength=len(self.lowered.tasks))
         replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
-        if self.inductor is not None:
-            replayed = 0
         return self.executor_bytes(int(replayed), checksums_of(self.lowered, numbers), limit_bytes)
 
     def bytes_beside(self, program: Program, limit_bytes: int) -> int:
@@ -322,7 +306,7 @@ class CapturedStep:
         than their storages and, where reserved bytes count, holes between blocks.
         """
         own = self.executor_bytes_of(program.actions.tolist(), limit_bytes)
-        if self.device.type == "cpu" or self.inductor is not None:
+        if self.device.type == "cpu":
             return own
         found, pool = self._blocks_of(program, own)
         needed = found.allocated_peak_bytes

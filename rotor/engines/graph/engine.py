@@ -78,7 +78,6 @@ class GraphEngine(MeteredEngine):
     published: ClassVar[frozenset[str]] = frozenset(
         ["graph", "program", "cost_model", "graph_plan", "options"]
     )
-    backend: ClassVar[str] = "fx"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -107,7 +106,7 @@ class GraphEngine(MeteredEngine):
 
     def key(self, call: Call) -> Key:
         """Return the kind of a step."""
-        takes_numbers = self.backend == "fx" and symbols.takes_numbers()
+        takes_numbers = self.settings.backend == "fx" and symbols.takes_numbers()
         return captured_key(self.context, call, takes_numbers=takes_numbers)
 
     def forget(self, measured: Any) -> None:
@@ -166,14 +165,16 @@ class GraphEngine(MeteredEngine):
 
     def _one_shape_reason(self) -> str:
         """Return the reason why no plan holds for several shapes; empty without one."""
-        if self.backend == "inductor":
-            return "what Inductor's code needs is measured, and holds for the measured shape only"
+        if self.settings.backend == "inductor":
+            return "Inductor's kernels are compiled for one shape"
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
 
     def _new_capture(self, numbers: Collection[str] = ()) -> Capture:
-        return Capture(fresh(_call), self.backend, branches=self._branches, numbers=numbers)
+        return Capture(
+            fresh(_call), self.settings.backend, branches=self._branches, numbers=numbers
+        )
 
     def _captured(
         self, loss_fn: Any, call: Call, numbers: Collection[str]

@@ -102,9 +102,7 @@ class GraphPlan(Metered):
         self.verify = "first" if self.step.verifies else "off"
         if self.step.counts == "reserved":
             self.reserving = Reserving()
-        if self.step.inductor is not None:
-            self.proved.unproved = "code that Inductor compiled is not compared"
-        elif not self.step.is_provable(self.limit_bytes):
+        if not self.step.is_provable(self.limit_bytes):
             self.proved.unproved = NO_ROOM
 
     @property
@@ -281,8 +279,7 @@ class GraphPlan(Metered):
         step = self.step
         if step.owners is None:
             return None
-        if not spread or code is not self._emitted or step.inductor is not None:
-            # Inductor's code is cut only if gradients exist.
+        if not spread or code is not self._emitted:
             return code if isinstance(code, EarlyCode) else None
         if self._early is None:
             numbers = self.program.actions.tolist()

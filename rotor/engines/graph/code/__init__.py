@@ -1,1 +1,1 @@
-"""Code of programs: actions, emitted Python, Inductor's, gradients that leave early, transfers."""
+"""Code of programs: actions, emitted Python, gradients that leave early, transfers."""

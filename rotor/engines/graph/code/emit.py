@@ -38,6 +38,7 @@ from rotor.engines.graph.code.pricing import Pooling
 from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.repeating import is_empty, is_unspecified
 from rotor.engines.graph.tracing.false_edges import of_sizes
+from rotor.engines.graph.tracing.groups import Group, groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
 from rotor.errors import CaptureError
 
@@ -81,9 +82,12 @@ class Emitted:
     """Places of offloaded values; None if nothing is offloaded."""
     pooling: Pooling | None = None
     """Use of a private pool; None if none is used."""
+    kernels: Sequence[Group] = ()
+    """Groups of operators that it runs."""
 
     def prepare(self) -> None:
-        """Do nothing: the code is ready."""
+        """Compile the kernels that are not compiled yet."""
+        prepare(self.kernels)
 
 
 def read_primals(lowered: Lowered) -> list[fx.Node]:
@@ -580,7 +584,8 @@ def emit(
     if others is None:
         given = (lowered, numbers, groups, prover, layout, pooling)
         run_backward = OtherModes(run_backward, partial(emit, *given), len(saved))
-    return Emitted(namespace["forward"], run_backward, source, len(replays), places, pooling)
+    made = (namespace["forward"], run_backward, source, len(replays), places, pooling)
+    return Emitted(*made, groups_among(task.node for task in lowered.tasks))
 
 
 def _origin(primal: int, dimension: int | None) -> str:

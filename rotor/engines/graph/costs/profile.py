@@ -24,6 +24,7 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept, random_states_kept
 from rotor.engines.graph.costs.allocations import Orders, Recorded, record
 from rotor.engines.graph.costs.repeating import NOT_RUN, UNTESTED, tested
+from rotor.engines.graph.tracing.groups import groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.meter import allocator as memory
 from rotor.meter.step_meter import check_idle
@@ -315,10 +316,12 @@ def profile(
 def choose_kernels(
     tasks: Iterable[Task], lowered: Lowered, device: torch.device, primals: Sequence[Any]
 ) -> None:
-    """Have both threads of a step search the algorithms of convolutions before a step runs.
+    """Compile kernels, and have both threads of a step search the algorithms of convolutions.
 
-    `tasks` include operations whose costs are known.
+    `tasks` include operations whose costs are known. This comes before a step runs.
     """
+    tasks = list(tasks)
+    prepare(groups_among(task.node for task in tasks))
     if not devices.searches(device):
         return
     found = [task for task in tasks if "convolution" in str(task.node and task.node.target)]

@@ -31,8 +31,6 @@ _OWN_NAMESPACES = (*_NAMED, "prims", "prim", "mkldnn", "mkl", "quantized", "torc
 _UNSPECIFIED = UNSPECIFIED_OUTPUTS | {"running_mean_out", "running_var_out"}
 """With new running statistics, which a repetition computes from changed ones, and discards."""
 
-_SEEDED = ("inductor_random", "inductor_randint")
-
 _MOST_NAMES = 3
 
 
@@ -98,11 +96,6 @@ def _is_own(target: Any) -> bool:
     return namespace is None or namespace in _OWN_NAMESPACES
 
 
-def _is_seeded(target: Any) -> bool:
-    """Return whether Inductor's code of an operation derives its numbers from a seed."""
-    return getattr(target, "namespace", "") == "prims" and _name_of(target) in _SEEDED
-
-
 def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
     """Mark operations that draw numbers, and those that must not run twice, by their flags."""
     lowered.unrepeatable.clear()
@@ -113,8 +106,8 @@ def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
         if found & DIFFERS or is_unknown:
             task.random, task.once = False, True
             lowered.unrepeatable.append(task)
-        elif found & DRAWS and not task.once and not _is_seeded(task.node.target):
-            task.random, task.once = not lowered.draws_once, lowered.draws_once
+        elif found & DRAWS and not task.once:
+            task.random = True
 
 
 def keep_from_now_on(lowered: Lowered, tasks: Sequence[Task]) -> None:

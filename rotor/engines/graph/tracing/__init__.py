@@ -1,1 +1,1 @@
-"""Graphs of operations out of captured code: folded, rewritten, lowered."""
+"""Graphs of operations out of captured code: folded, rewritten, fused, lowered."""

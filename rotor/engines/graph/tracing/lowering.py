@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core, symbols
+from rotor._pytorch import core, inductor, symbols
 from rotor._pytorch.draws import is_random
 from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph.tracing import marks
@@ -132,8 +132,6 @@ class Lowered:
     """For each tangent, the number of its output; empty if unknown."""
     unrepeatable: list[Task] = field(default_factory=list)
     """Tasks that differed when they ran again, or may."""
-    draws_once: bool = False
-    """True if operations that draw random numbers run once, since no generator is restored."""
     symbols: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     """Numbers of a primal and its dimension, by symbol; None: the primal is the size itself."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -423,12 +421,13 @@ class _Lowering:
 
     def _add_operation(self, node: fx.Node, phase: str) -> None:
         read = _unique(s for source in self._sources[node] for s in self.values[source].storages)
+        is_seeds = inductor.draws_seeds(node)
         task = Task(
             node.name,
             node,
             phase,
             read,
-            random=is_random(node.target, node.args, node.kwargs),
+            random=is_random(node.target, node.args, node.kwargs) and not is_seeds,
             module=_module_path(node),
         )
         task.source = source_line(str(node.meta.get("stack_trace") or ""))
@@ -444,9 +443,8 @@ class _Lowering:
         self.values[node] = Value("output", node, None, tuple(task.made.values()))
         self.tasks.append(task)
         task.prefers_once = marks.prefers_saving(node)
-        task.once = (
-            node in self.tainted or not task.made or marks.is_saved(node) or task.prefers_once
-        )
+        is_saved = marks.is_saved(node) or task.prefers_once or is_seeds
+        task.once = node in self.tainted or not task.made or is_saved
 
 
 def _refuse_sparse(node: fx.Node) -> None:
@@ -491,19 +489,17 @@ def _refuse_sizes_of_data(module: fx.GraphModule) -> None:
         )
 
 
-def lower(module: fx.GraphModule, num_outputs: int, *, as_traced: bool = False) -> Lowered:
+def lower(module: fx.GraphModule, num_outputs: int) -> Lowered:
     """Return the operations and storages of AOTAutograd's joint graph.
 
     Every node has its fake tensors. The first `num_outputs` results belong to the forward, the
-    others are gradients. Arguments that are read for their sizes only are replaced, unless
-    `as_traced`. Raise CaptureError, which names the place, if a part of the graph cannot be
-    planned.
+    others are gradients. Arguments that are read for their sizes only are replaced. Raise
+    CaptureError, which names the place, if a part of the graph cannot be planned.
     """
     _refuse_sizes_of_data(module)
     split_convolutions(module)
-    if not as_traced:
-        normalise_as_in_eager(module)
-        drop_false_edges(module)
+    normalise_as_in_eager(module)
+    drop_false_edges(module)
     lowered = _Lowering(module, num_outputs).run()
     if lowered.symbols:
         # Programs for all shapes are made on one graph.

@@ -1,0 +1,141 @@
+"""Groups of operators that Inductor compiles to one kernel, each one operation of a joint graph.
+
+A group is named by a hash of its text: its operators, their constants, the layouts of its inputs.
+Alike layers thus share a group, which is compiled once, when it is first needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from rotor._pytorch import core, inductor
+
+logger = logging.getLogger("rotor")
+
+_KEY = 16
+
+
+class Group:
+    """Function of tensors that is compiled at its first call.
+
+    It returns a tensor, or a tuple of several. `module` is its graph, and `values` are its inputs
+    as fake tensors of the mode.
+    """
+
+    def __init__(self, key: str, module: fx.GraphModule, values: Sequence[Any], mode: Any) -> None:
+        self.key = key
+        self.text = str(module.graph)
+        self.seconds: float | None = None
+        """Time of compiling; None before it."""
+        self._graph: tuple[fx.GraphModule, Sequence[Any], Any] | None = (module, values, mode)
+        returned: Any = module.graph.output_node().args[0]
+        self._returns_one = len(returned) == 1
+        self._run: Callable[[list[Any]], Any] | None = None
+        self.__name__ = f"group_{key}"
+
+    def __repr__(self) -> str:
+        """Return the name by which costs are kept."""
+        return f"group.{self.key}"
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def prepare(self) -> None:
+        """Compile the group, if it is not yet; raise CaptureError with Inductor's reason."""
+        if self._graph is None:
+            return
+        begun = time.perf_counter()
+        with inductor.explained():
+            self._run = inductor.compile_graph(*self._graph)
+        self._graph = None
+        self.seconds = time.perf_counter() - begun
+        logger.debug("%r compiled by Inductor in %.3g s", self, self.seconds)
+
+    def __call__(self, *tensors: Any) -> Any:
+        """Return the results for inputs of the layouts that the group was made for."""
+        if self._run is None:
+            self.prepare()
+            assert self._run is not None
+        made = self._run(list(tensors))
+        return made[0] if self._returns_one else tuple(made)
+
+
+_known: WeakValueDictionary[str, Group] = WeakValueDictionary()
+"""Groups of all captures that live, by key."""
+
+
+def groups_among(nodes: Iterable[fx.Node | None]) -> list[Group]:
+    """Return the distinct groups that nodes of a graph call."""
+    targets = dict.fromkeys(node.target for node in nodes if node is not None)
+    return [target for target in targets if isinstance(target, Group)]
+
+
+def prepare(groups: Iterable[Group]) -> None:
+    """Compile those groups that are not compiled yet."""
+    waiting = [group for group in groups if group.seconds is None]
+    for group in waiting:
+        group.prepare()
+    if waiting:
+        seconds = sum(group.seconds or 0 for group in waiting)
+        logger.info("%d kernels compiled by Inductor in %.3g s", len(waiting), seconds)
+
+
+def group_of(
+    members: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> Group:
+    """Return the group that computes some nodes of a graph from others.
+
+    `members` come in an order in which they can run, and have fake tensors.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"i{number}")
+    for node in members:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta.clear()
+    graph.output(tuple(copies[node] for node in results))
+    text = _text(graph, inputs)
+    key = hashlib.sha256(text.encode()).hexdigest()[:_KEY]
+    found = _known.get(key)
+    if found is None:
+        mode = core.fake_mode_of([*results, *inputs])
+        values = _fakes(inputs, mode)
+        found = _known[key] = Group(key, fx.GraphModule({}, graph), values, mode)
+    return found
+
+
+def _text(graph: fx.Graph, inputs: Sequence[fx.Node]) -> str:
+    """Return the text of a group's graph, whatever its nodes were called."""
+    names = {node: f"n{number}" for number, node in enumerate(graph.nodes)}
+    lines = [_layout(node.meta.get("val")) for node in inputs]
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            given = (node.args, sorted(node.kwargs.items()))
+            lines.append(f"{names[node]} = {node.target}{map_arg(given, names.__getitem__)!r}")
+    return "\n".join(lines)
+
+
+def _layout(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return repr((value.dtype, tuple(value.shape), value.stride(), value.device))
+
+
+def _fakes(inputs: Sequence[fx.Node], mode: Any) -> list[Any]:
+    """Return fake tensors of the layouts of nodes, in storages of their own."""
+    values: list[Any] = [node.meta.get("val") for node in inputs]
+    with mode:
+        return [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            for value in values
+        ]
