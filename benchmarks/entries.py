@@ -129,7 +129,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "inductor.py",
-        "plans compiled by Inductor beside its own memory budget",
+        "plans of Inductor's kernels beside torch.compile and its memory budget",
         _words("gpt --fractions 0.7 --budgets 0.6 --rounds 3 --layers 2"),
         full=_words("--budgets 0.6 0.3"),
         gpu=_words("gpt --device cuda --fractions 0.7 --budgets 0.6 --layers 2"),
