@@ -122,7 +122,7 @@ def run(name: str, model: nn.Module, batch: Batch, arguments: argparse.Namespace
     rows.append(("", step_peak_bytes(plain, batch), "", "", ""))
     for fraction in [None, *arguments.fractions]:
         limit = int(peak * (fraction or 4))
-        wanted = limit
+        wanted = 0
         for backend in ("inductor", "fx"):
             kernels = compiling.kernels
             try:
@@ -138,7 +138,7 @@ def run(name: str, model: nn.Module, batch: Batch, arguments: argparse.Namespace
             made = str(compiling.kernels - kernels) if backend == "inductor" else ""
             rows.append((setting, needed, predicted, f"{spent:.0f}", made))
         fitting = [entry for entry in settings if entry[2] <= wanted]
-        if fraction is not None and settings:
+        if fraction is not None and settings and wanted:
             budget, contender, needed = fitting[0] if fitting else min(settings, key=lambda e: e[2])
             contenders.append(Contender("activation_memory_budget", contender, True))
             rows.append((f"budget {budget}", needed, "", "", ""))

@@ -54,8 +54,8 @@ _LIBRARY = re.compile(
 )
 """Operators that a library runs, or that draw from the generator: never part of a kernel."""
 
-_AS_CAPTURED = {"layout_optimization": False}
-"""Settings that keep the strides of the capture."""
+_AS_CAPTURED = {"layout_optimization": False, "triton.cudagraphs": False}
+"""Settings that keep the strides of the capture, and all memory in the common allocator."""
 
 
 def check(device_types: Iterable[str] = ()) -> None:

@@ -446,8 +446,13 @@ def _circles(waits: dict[Unit, set[Unit]]) -> set[Unit]:
 
 def _name(results: list[fx.Node]) -> str:
     """Return a name for a group, of the operators that make its results."""
-    names = [str(getattr(node.target, "__name__", node.name)).split(".")[0] for node in results]
+    makers = [node.args[0] if node.target is getitem else node for node in results]
+    names = [_operator(node) for node in makers]
     return "_".join(["fused", *dict.fromkeys(names)])
+
+
+def _operator(node: Any) -> str:
+    return str(getattr(node.target, "__name__", node.name)).split(".")[0]
 
 
 def _facts(members: list[fx.Node], results: list[fx.Node]) -> dict[str, Any]:
