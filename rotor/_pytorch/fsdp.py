@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -345,6 +346,25 @@ def ending_backwards_of(known: Iterable[Unit]) -> Iterator[None]:
             own = [state for state in states if state._state_ctx is context]
             entered.enter_context(core.replaced(context, all_states=own))
         yield
+
+
+def pretended_mesh(sizes: Mapping[str, int]) -> Any:
+    """Return a device mesh of processes that need not exist; this one is their first.
+
+    Its collectives return at once. `sizes` are those of its dimensions, by name. Raises ValueError
+    if this process belongs to a process group.
+    """
+    from torch.distributed import device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if core.has_ranks():
+        raise ValueError(
+            "a mesh of pretended processes needs a process of its own: this one belongs to a "
+            "process group"
+        )
+    count = math.prod(sizes.values())
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    return device_mesh.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def flat_group(mesh: Any) -> Any:

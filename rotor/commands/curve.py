@@ -12,6 +12,7 @@ from rotor.algorithms.curve import Curve, new_axes
 from rotor.commands import add_options, add_output, examples, give, tell
 from rotor.commands.model import (
     LIMIT,
+    MESH,
     OFFLOAD,
     PROFILE,
     TOTAL,
@@ -57,6 +58,7 @@ def add(commands: Any) -> None:
     add_model(sub)
     options = {
         **PROFILE,
+        **MESH,
         **OFFLOAD,
         "--limit BYTES": f"mark a limit, {LIMIT}",
         "--total BYTES": TOTAL,

@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, devices
+from rotor.chain import read_json
 from rotor.commands.checks import check_types, parse_input
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.chain.stages import is_plain_sequential
+from rotor.engines.graph.costs import estimate
+from rotor.engines.graph.costs.estimate import Machine
 from rotor.engines.graph.costs.recorded import Profile
 from rotor.fit import batches
 from rotor.graph.graph import Graph
@@ -331,7 +334,7 @@ def measured(
     *,
     engine: str = "auto",
     effort: str = "",
-    profile: Profile | None = None,
+    profile: Profile | Machine | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     **others: Any,
 ) -> Checkpointable:
@@ -388,12 +391,17 @@ def wrapper_of(
     return found
 
 
-def profile_of(path: str, engine: str) -> Profile:
-    """Return the profile in a file; ValueError: it holds none, or the engine plans without one."""
+def profile_of(path: str, engine: str) -> Profile | Machine:
+    """Return the profile, or the speeds of a machine, in a file.
+
+    Raises ValueError if it holds neither, or the engine plans without one.
+    """
     if engine == "chain":
         raise ValueError("--profile is of operations, and --engine chain measures stages here")
     try:
-        return Profile.load(Path(path))
+        found = read_json(Path(path))
+        is_machine = isinstance(found, dict) and found.get("format") == estimate.FORMAT
+        return Machine.from_dict(found) if is_machine else Profile.from_dict(found)
     except ValueError as error:
         raise ValueError(f"--profile {path}: {error}") from None
 

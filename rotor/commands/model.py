@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rotor.commands import add_options, tell
@@ -74,10 +75,31 @@ _REPEATED = (
 """Options that may be given several times."""
 
 PROFILE = {
-    "--profile FILE": "plan for the machine on which `rotor measure --save FILE` recorded it; "
-    "measure nothing here"
+    "--profile FILE": "plan for the machine on which `rotor measure --save FILE` recorded it, or "
+    "whose speeds are in the file (rotor.graph.Machine); measure nothing here"
 }
 """Option that plans for another machine."""
+
+MESH = {
+    "--mesh SIZES": "plan one process of a mesh that need not be here, such as dp=8,tp=4: "
+    "FACTORY(mesh=...) gives a model that is spread over it, without values; with --profile"
+}
+"""Option that plans for many devices."""
+
+
+def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int] | None:
+    """Return the sizes of the mesh of a command line, by dimension; ``None`` without one."""
+    text: str | None = getattr(arguments, "mesh", None)
+    if text is None:
+        return None
+    if getattr(arguments, "profile", None) is None:
+        raise ValueError(f"--mesh {text}: nothing can be measured on it: give --profile too")
+    pairs = [part.partition("=") for part in text.split(",")]
+    sizes = {name.strip(): int(size) for name, _, size in pairs if size.strip().isdecimal()}
+    if len(sizes) != len(pairs) or not all(sizes) or min(sizes.values()) < 1:
+        raise ValueError(f"--mesh {text}: expected names and sizes, such as dp=8,tp=4")
+    return sizes
+
 
 OFFLOAD = {
     "--offload TIER": "plan with a second tier of memory: disk, disk:FOLDER or, for accelerators, "
@@ -180,28 +202,37 @@ class Subject:
     def __init__(self, arguments: argparse.Namespace) -> None:
         import torch
 
+        from rotor._pytorch import core, fsdp
         from rotor.commands import factories
 
         path = getattr(arguments, "profile", None)
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
         self.offload = offload_of(arguments)
+        self.mode: Any = nullcontext()
+        """Context in which the model is made and captured."""
         is_graph = path is not None or (self.offload and arguments.engine == "auto")
         self.engine: str = "graph" if is_graph else arguments.engine
         given = factories.inputs(arguments.input, arguments.dtype, arguments.high)
         self.name: str = arguments.factory
         self.device = factories.device_of(arguments.device)
         torch.manual_seed(arguments.seed)
-        made = factories.make(self.name, dict(parse_argument(text) for text in arguments.arg))
-        sample = made.sample
-        if given:
-            sample = factories.draw(given, self.device, arguments.seed)
+        others = dict(parse_argument(text) for text in arguments.arg)
+        sizes = mesh_sizes(arguments)
+        if sizes is not None:
+            others["mesh"] = fsdp.pretended_mesh(sizes)
+            self.mode = core.fake_mode()
+        with self.mode:
+            made = factories.make(self.name, others)
+            sample = made.sample
+            if given:
+                sample = factories.draw(given, self.device, arguments.seed)
         if sample is None:
             raise ValueError(
                 f"{self.name} gave a model without a sample: give --input, such as "
                 "--input 32,3,224,224"
             )
         self.inputs = [str(one) for one in given]
-        self.model = made.model.to(self.device)
+        self.model = made.model if sizes else made.model.to(self.device)
         self.sample = factories.to_device(sample, self.device)
         self.is_one = factories.takes_one(self.model, self.engine)
         self.output: Any = None
@@ -243,13 +274,14 @@ def wrapped(
     """Return the model in a `rotor.Checkpointable`, measured on its sample."""
     from rotor.commands import factories
 
-    return factories.measured(
-        subject.model,
-        subject.sample,
-        limit,
-        engine=subject.engine,
-        effort=arguments.effort or effort,
-        profile=subject.profile,
-        loss=subject.loss,
-        **subject.offload,
-    )
+    with subject.mode:
+        return factories.measured(
+            subject.model,
+            subject.sample,
+            limit,
+            engine=subject.engine,
+            effort=arguments.effort or effort,
+            profile=subject.profile,
+            loss=subject.loss,
+            **subject.offload,
+        )

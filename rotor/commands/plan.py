@@ -9,6 +9,7 @@ from rotor.chain import write_json
 from rotor.commands import add_options, add_output, add_pages, check_pages, examples, give, tell
 from rotor.commands.model import (
     LIMIT,
+    MESH,
     OFFLOAD,
     PROFILE,
     TOTAL,
@@ -35,11 +36,14 @@ def add(commands: Any) -> None:
             "plan resnet18 --input 8,3,224,224 --limit 400MiB",
             "plan train.py:make_model --input 8,128 --engine graph --limit 1GiB --out plan.json",
             "plan resnet50 --input 8,3,224,224 --limit 1GiB --html plan.html --table",
+            "plan train.py:make_model --input 2,4096 --dtype int64 --high 9 --mesh dp=8,tp=4 "
+            "--profile machine.json --limit 20GiB",
         ),
     )
     add_model(sub)
     options = {
         **PROFILE,
+        **MESH,
         **OFFLOAD,
         "--limit BYTES": f"of a step, {LIMIT}",
         "--total BYTES": TOTAL,

@@ -76,7 +76,8 @@ class Limits:
 
     def check(self, context: Context, plan: Any) -> None:
         """Warn, once, of a plan for a given limit that is more than is free."""
-        if self.room is not None or "free" in context.warned:
+        is_elsewhere = not isinstance(self._settings.profile, str)
+        if self.room is not None or "free" in context.warned or is_elsewhere:
             return
         trained = sum(p.nbytes for p in self._settings.module.parameters() if p.requires_grad)
         if plan.limit_bytes + _MOST_STATES * trained <= allocator.free_bytes(plan.device):

@@ -22,6 +22,7 @@ from rotor.chain import Saved, check_header
 from rotor.common.accounting import rounded_bytes
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.graph.costs.profile import Cost
+from rotor.engines.graph.tracing.collectives import is_collective
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.timing import measure_ns
 
@@ -76,6 +77,9 @@ class Machine(Saved):
         Type of the device, such as "cpu" or an accelerator's: the rounding of its allocator. The
         CPU's gives the size asked for, the caching allocator of accelerators multiples of 512
         bytes.
+    link_bytes_per_second
+        Bytes a second that it sends to other devices in a collective operation; ``None``: as memory
+        traffic.
 
     Raises
     ------
@@ -90,7 +94,8 @@ class Machine(Saved):
     a formula (matrix products, convolutions, attention), else one for each element of the outputs.
     The bytes are the elements of the inputs and outputs, a broadcast element counted once;
     a gather reads as much of its table as it makes. Views cost nothing. Workspaces are assumed to
-    be empty: if they are not, the first metered step shows it.
+    be empty: if they are not, the first metered step shows it. A collective sends its whole tensor,
+    an all-reduce twice; on the CPU, gathers and scatters of gloo take its bytes once more.
     """
 
     name: str
@@ -99,6 +104,10 @@ class Machine(Saved):
     launch_seconds: float
     low_precision_flops_per_second: float | None = None
     device: str = "cpu"
+    link_bytes_per_second: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def free_bytes(self) -> int | None:
@@ -112,6 +121,8 @@ class Machine(Saved):
             _check_figure(name, getattr(self, name), zero=name == "launch_seconds")
         if self.low_precision_flops_per_second is not None:
             _check_figure("low_precision_flops_per_second", self.low_precision_flops_per_second)
+        if self.link_bytes_per_second is not None:
+            _check_figure("link_bytes_per_second", self.link_bytes_per_second)
         if not devices.is_type(self.device):
             raise ValueError(
                 f"device is {self.device!r}, expected one of cpu, {devices.default_type()}"
@@ -258,9 +269,20 @@ def estimated(lowered: Lowered, task: Task, machine: Machine) -> Cost:
     made = made_bytes(lowered, task, machine.device)
     if task.node is None:
         return Cost(0, 0, made)
+    if is_collective(task.node):
+        return _of_collective(task.node, machine, made)
     low = _is_low_precision(task.node)
     seconds = machine.seconds(flops_of(task.node), moved_bytes(task.node), low)
     return Cost(round(seconds * _NS), 0, made)
+
+
+def _of_collective(node: fx.Node, machine: Machine, made: tuple[int, ...]) -> Cost:
+    sent = max(sum(map(_touched_bytes, _operand_tensors(node))), sum(made))
+    name = _name(node)
+    needs_copy = machine.device == "cpu" and ("all_gather" in name or "reduce_scatter" in name)
+    speed = machine.link_bytes_per_second or machine.bytes_per_second
+    seconds = machine.launch_seconds + sent * (1 + ("all_reduce" in name)) / speed
+    return Cost(round(seconds * _NS), sent if needs_copy else 0, made)
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
