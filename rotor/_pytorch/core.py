@@ -216,6 +216,12 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # -- captured graphs
 
 
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of the storages of tensors, and of the parts of subclasses, by address."""
+    storages = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return a number that tensors on one storage share, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
@@ -547,13 +553,14 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-def _has_ranks() -> bool:
+def has_ranks() -> bool:
+    """Return whether this process belongs to a group of processes."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def rank() -> int:
     """Return the number of this process among those that train together; 0 if it trains alone."""
-    return torch.distributed.get_rank() if _has_ranks() else 0
+    return torch.distributed.get_rank() if has_ranks() else 0
 
 
 def default_store() -> Any:
@@ -561,8 +568,13 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def whole_mesh(mesh: Any) -> Any:
+    """Return the device mesh with all dimensions of which a mesh has some."""
+    return mesh._get_root_mesh()
+
+
 def is_distributed() -> bool:
-    return _has_ranks() and torch.distributed.get_world_size() > 1
+    return has_ranks() and torch.distributed.get_world_size() > 1
 
 
 def in_pipeline() -> bool:
@@ -570,7 +582,7 @@ def in_pipeline() -> bool:
 
     A send in flight when a profiler ends is reported to the profiler later, in freed memory.
     """
-    return "torch.distributed.pipelining" in sys.modules and _has_ranks()
+    return "torch.distributed.pipelining" in sys.modules and has_ranks()
 
 
 check()

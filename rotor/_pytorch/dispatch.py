@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from operator import attrgetter
@@ -437,11 +437,80 @@ schema_of = attrgetter("_schema")
 """Function that returns the declared arguments and results of an operator."""
 
 
+def owners_of(tensor: torch.Tensor) -> int:
+    """Return the number of owners of a tensor; all variables of Python are one."""
+    held: Any = tensor
+    return int(held._use_count())
+
+
+# -- collective operations, and tensors with parts on several processes
+
+
+@contextmanager
+def layouts_unseen() -> Iterator[None]:
+    """Hide from modes how DTensor finds the layouts of results, by operators on fake tensors."""
+    if (tensors := sys.modules.get("torch.distributed.tensor")) is None:
+        yield
+        return
+    propagator = type(tensors.DTensor._op_dispatcher.sharding_propagator)
+    find = propagator._propagate_tensor_meta_non_cached
+
+    def find_unseen(self: Any, schema: Any) -> Any:
+        with _python_dispatch._disable_current_modes():
+            return find(self, schema)
+
+    with core.replaced(propagator, _propagate_tensor_meta_non_cached=find_unseen):
+        yield
+
+
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+_COLLECTIVES = (*_FUNCTIONAL, "c10d")
+"""Namespaces of operators in which several processes take part."""
+
+
+def is_wait(target: Any) -> bool:
+    """Return whether an operator waits for a collective."""
+    name = str(getattr(target, "__name__", "")).split(".")[0]
+    return getattr(target, "namespace", "") in _COLLECTIVES and name == "wait_tensor"
+
+
+def is_collective(target: Any, *, names: Sequence[str] = _COLLECTIVES) -> bool:
+    """Return whether other processes take part in an operator."""
+    return getattr(target, "namespace", "") in names and not is_wait(target)
+
+
+def is_functional_collective(target: Any) -> bool:
+    """Return whether an operator is a collective whose results are to be waited for."""
+    return is_collective(target, names=_FUNCTIONAL)
+
+
+def collective_names() -> set[str]:
+    """Return the names of all operators in which several processes take part, and of waits."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name for name in names if name.partition("::")[0] in _COLLECTIVES}
+
+
+def groups_among(values: Iterable[Any]) -> list[Any]:
+    """Return the process groups that arguments of collectives name; the default one if unnamed.
+
+    Groups of fake processes, and those that have ended, are left out.
+    """
+    module: Any = torch.distributed.distributed_c10d
+    known = module._world.pg_names.values() if core.has_ranks() else ()
+    given = list(values)
+    names = dict.fromkeys(value for value in given if isinstance(value, str) and value in known)
+    found = [module._resolve_process_group(name) for name in names]
+    if given and not found and known:
+        found = [torch.distributed.group.WORLD]
+    return [group for group in found if torch.distributed.get_backend(group) != "fake"]
+
+
 core.check(
     """
     Tensor._use_count _C.DisableTorchFunction _C._AutoDispatchBelowAutograd _C._DisableAutocast
     _C._DisableTorchDispatch _C._ForceDispatchKeyGuard
     _C._autograd._top_saved_tensors_default_hooks _C._current_autograd_node
+    _C._dispatch_get_all_op_names
     _C._dispatch_tls_local_exclude_set _C._dispatch_tls_local_include_set
     _C._get_fp32_precision_getter _C._is_torch_function_mode_enabled
     _C._len_torch_dispatch_stack _C._set_fp32_precision_setter _C._vmapmode_decrement_nesting

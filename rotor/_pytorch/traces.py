@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 
-from rotor._pytorch import core
+from rotor._pytorch import core, dispatch
 
 _CHOICES = ("math_sdp", "flash_sdp", "mem_efficient_sdp", "cudnn_sdp", "cudnn", "mkldnn")
 core.check(f"_C._get_{name}_enabled" for name in _CHOICES)
@@ -138,6 +138,8 @@ class Writes(_python_dispatch.TorchDispatchMode):
         super().__init__()
         self._watched = watched
         self.read: set[int] = set()
+        self.collectives: list[str] = []
+        """Texts among the arguments of the collective operations that ran, or an empty one."""
         self._made: set[int] = set()
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._kept: dict[int, _Kept] = {}
@@ -161,6 +163,9 @@ class Writes(_python_dispatch.TorchDispatchMode):
             given = args[place] if place < len(args) else kwargs.get(name)
             for tensor in _tensors(given):
                 self._keep(tensor)
+        if dispatch.is_collective(operator):
+            texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+            self.collectives += texts or [""]
         result = operator(*args, **kwargs)
         if _makes(operator):
             for tensor in _tensors(result):

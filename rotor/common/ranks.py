@@ -12,20 +12,25 @@ import hashlib
 import logging
 import os
 import socket
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import core, devices, dispatch
+from rotor.common.tensor_trees import tree_tensors
 from rotor.units import format_bytes
 
 logger = logging.getLogger("rotor")
 
 T = TypeVar("T")
+
+_PATIENCE_SECONDS = 0.05
+"""Longest wait for a thread that has finished a collective to drop its tensors."""
 
 
 class RankError(RuntimeError):
@@ -163,6 +168,42 @@ class Ranks:
         raise TypeError(
             "process groups cannot be pickled or copied: make the model again in the other process"
         )
+
+
+def group_of_all(groups: Sequence[Any]) -> Any:
+    """Return the smallest known group that has the ranks of all these groups.
+
+    Raises RuntimeError if there is none.
+    """
+    ranks_of = distributed.get_process_group_ranks
+    members = {rank for group in groups for rank in ranks_of(group)}
+    for group in (*groups, distributed.group.WORLD):
+        if members.issubset(ranks_of(group)):
+            return group
+    raise RuntimeError("no process group has all ranks of the groups of a step's collectives")
+
+
+def run_and_wait(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the finished result of a functional collective.
+
+    On the CPU a thread of gloo drops the tensors of a finished operation a moment later, in a third
+    of all calls after the wait for it. Their memory counts, so they are waited for as well.
+    """
+    given = tree_tensors((args, kwargs))
+    owners = [dispatch.owners_of(tensor) for tensor in given]
+    made = function(*args, **kwargs)
+    is_single = isinstance(made, torch.Tensor)
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    found = [wait(made)] if is_single else [wait(one) for one in made]
+    del made
+    most = [*owners, *(1 for _ in found)]
+    held = [*given, *found]
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while any(t.device.type == "cpu" for t in found) and time.monotonic() < end:
+        if all(dispatch.owners_of(t) <= n for t, n in zip(held, most, strict=True)):
+            break
+        time.sleep(0)
+    return found[0] if is_single else found
 
 
 def digest(value: Any) -> int:

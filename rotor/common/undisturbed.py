@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import backwards, core, traces
+from rotor._pytorch import backwards, core, dispatch, traces
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
@@ -315,6 +315,10 @@ class Trial:
     def is_innermost(self) -> bool:
         """Return whether no other mode of PyTorch was entered since."""
         return self._writes.is_innermost()
+
+    def groups(self) -> list[Any]:
+        """Return the process groups whose ranks took part in what ran while it was guarded."""
+        return dispatch.groups_among(self._writes.collectives)
 
     def changes_state(self) -> bool:
         """Return whether state of the modules outside parameters and buffers is another now."""

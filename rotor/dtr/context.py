@@ -8,12 +8,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, BinaryIO
 
 import torch
 
-from rotor._pytorch import devices
+from rotor._pytorch import devices, dispatch
 from rotor.dtr.guard import guarded
 from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Observer
@@ -241,10 +241,10 @@ def _eager() -> Iterator[None]:
 
     torch.compile = leave
     try:
-        if "torch._dynamo" in sys.modules:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        else:
+        with ExitStack() as stack:
+            stack.enter_context(dispatch.layouts_unseen())
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:
         torch.compile = compiling

@@ -6,12 +6,14 @@ Most are read from an operator's schema and tags. `ODD_OPERATORS` has what they 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from rotor import _core
 from rotor._pytorch import core, dispatch
+from rotor.common.ranks import run_and_wait
 
 aten = torch.ops.aten
 
@@ -170,6 +172,10 @@ ODD_OPERATORS: dict[str, Treatment] = {
 _ORDINARY = Treatment()
 
 
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 class Operator:
     """One overload, and how it uses its arguments.
 
@@ -186,21 +192,26 @@ class Operator:
         self.call: Callable[..., Any] = call
         self.name: str = schema.name
         self.treatment = odd = self._treatment(schema)
+        # Their schemas do not say to which of their tensors they write.
+        is_raw = self.name.startswith("c10d::")
         self.written: list[int | str] = [
             argument.name if argument.kwarg_only else position
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if _is_written(argument) or (is_raw and "Tensor" in str(argument.type))
         ]
         self.is_custom = self.name.partition("::")[0] not in _OWN_NAMESPACES
         self.varies = torch.Tag.dynamic_output_shape in call.tags
         has_flag = odd.hidden_if < len(schema.arguments)
-        replay = core.callable_of(call)
+        function = replay = core.callable_of(call)
+        if dispatch.is_functional_collective(call):
+            # While it runs, none of its tensors may be evicted.
+            function = partial(run_and_wait, call)
         if odd.replay is not None and (not odd.hidden or (has_flag and self.written)):
             replay = odd.replay
         self.kernel = _core.Kernel(
             self,
             self.name,
-            core.callable_of(call),
+            function,
             replay,
             None if odd.in_place is None else core.callable_of(odd.in_place),
             tuple(where for where in self.written if isinstance(where, int)),

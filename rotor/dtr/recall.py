@@ -208,6 +208,9 @@ class Recall:
             self._book.set_tier(offload.link_on(device), MOVE_WEIGHT)
         self._needs = known_needs(device)
         self._kept = set() if kept is None else kept
+        if core.is_distributed():
+            # Another process would have to run a collective once more too.
+            self._kept |= dispatch.collective_names()
         self._handler = _core.Handler(
             self._book,
             dispatch.handler_parts(device),

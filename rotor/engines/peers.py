@@ -20,6 +20,10 @@ class Peers(Protocol):
     def ranks(self) -> Ranks | None:
         """Processes that decide together; ``None`` for a single one."""
 
+    @property
+    def has_collectives(self) -> bool:
+        """True if the model itself has operations in which all of them take part."""
+
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
         """Return the key of a step of all ranks, and whether one of them has something to learn.
 
@@ -39,6 +43,7 @@ class Alone:
     """Process that plans for itself."""
 
     ranks: Ranks | None = None
+    has_collectives = False
 
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
         """Return the key."""
@@ -59,10 +64,14 @@ class Alone:
 
 
 class SharingRanks:
-    """Ranks of a group that run each step together; every method is a collective operation."""
+    """Ranks of a group that run each step together; every method is a collective operation.
 
-    def __init__(self, ranks: Ranks) -> None:
+    The model itself `has_collectives`, or the ranks share plans on request only.
+    """
+
+    def __init__(self, ranks: Ranks, *, has_collectives: bool = False) -> None:
         self.ranks: Ranks = ranks
+        self.has_collectives = has_collectives
         self._digests: dict[Any, tuple[int, int]] = {}
 
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:

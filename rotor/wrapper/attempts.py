@@ -20,10 +20,19 @@ from rotor._pytorch import core, dispatch
 from rotor.common.frames import reported
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch, is_library
-from rotor.common.ranks import RankError
+from rotor.common.ranks import RankError, Ranks
 from rotor.common.tensor_trees import output_tensors
 from rotor.common.undisturbed import Untriable, trial
-from rotor.engines.contract import Call, Context, Engine, Key, NothingToPlan, Refusal, Unsuited
+from rotor.engines.contract import (
+    Call,
+    Context,
+    Engine,
+    Key,
+    NeedsPeers,
+    NothingToPlan,
+    Refusal,
+    Unsuited,
+)
 from rotor.engines.plain import PlainEngine
 from rotor.errors import InfeasibleError, RecomputationError
 from rotor.meter.allocator import MeterBusyError, storage_bytes
@@ -165,6 +174,8 @@ class Attempts:
                 break
             except Unsuited as reason:
                 driver.drop_first(str(reason))
+            except NeedsPeers as needed:
+                driver.share_plans(Ranks(needed.group), has_collectives=True)
             except Exception as error:
                 raised = self._error_of(driver, call, error, measures=measures)
                 if raised is error:

@@ -50,7 +50,7 @@ from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import end_after_error, observer_of_step
 from rotor.wrapper.order import Order, unused_kinds
-from rotor.wrapper.setting import agree_to_share, choose
+from rotor.wrapper.setting import agree_to_share, choose, peers_of
 from rotor.wrapper.usage_warnings import (
     RerunNotes,
     is_seen_by_a_mode,
@@ -90,6 +90,7 @@ class Driver:
 
     def _discover(self, latest: Any, warned: set[str]) -> None:
         """Find the structure of the model and its engines."""
+        self._group_peers = peers_of(self.settings, self._group_peers)
         self.context = Context(
             self.settings,
             self._wrapper,
@@ -124,10 +125,10 @@ class Driver:
         """Make a module represent the model."""
         self._wrapper = self.context.wrapper = _reference(wrapper)
 
-    def share_plans(self, ranks: Ranks) -> None:
+    def share_plans(self, ranks: Ranks, *, has_collectives: bool = False) -> None:
         """Make the processes of a group measure together and run one plan."""
         agree_to_share(ranks, self.settings, self.engines[0].name)
-        self._group_peers = SharingRanks(ranks)
+        self._group_peers = SharingRanks(ranks, has_collectives=has_collectives)
         self._rediscover()
 
     def check_portable(self) -> None:
@@ -421,8 +422,7 @@ class Driver:
         """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
         self._thread = threading.get_ident()
-        is_beside = self._is_other_pending()
-        if cancel_running(all_steps=False) or is_beside:
+        if self._is_other_pending() | cancel_running(all_steps=False):
             # Another step's backward is pending: a meter would mix both steps.
             self._is_crowded = True
         self.context.is_stepping = step_of_this_thread.is_running = True

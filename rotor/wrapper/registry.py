@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from rotor._pytorch import fsdp
 from rotor.engines.chain.engine import ChainEngine
-from rotor.engines.chain.sharded import find_sharding
+from rotor.engines.chain.sharded import SpansStages, find_sharding
 from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.contract import Context, Engine
 from rotor.engines.dynamic.engine import DynamicEngine
@@ -27,7 +28,9 @@ def _automatic(context: Context) -> list[Engine]:
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
     is_chain = is_plain_sequential(settings.module) and is_timed and settings.offload is None
     if is_chain and settings.backend == "fx" and ChainEngine.name not in settings.unsuited:
-        return [SequentialEngine(context)]
+        # Blocks, which follow, need no unit of their own.
+        with suppress(SpansStages):
+            return [SequentialEngine(context)]
     if settings.backend == "fx" and fsdp.is_loaded():
         sharding = find_sharding(settings.module, context.wrapper())
         if sharding is not None:
@@ -56,6 +59,8 @@ def engines_for(context: Context) -> list[Engine]:
     """Return the engines of a model: the first is asked first, and each hands over to the next."""
     found = ENGINES[context.settings.engine](context)
     if context.peers.ranks is not None and isinstance(found[0], GraphEngine):
-        # No other engine takes over: a refusal on one rank is a refusal on all.
-        return [SharedGraphEngine(context)]
+        # A refusal on one rank is a refusal on all.
+        shared: list[Engine] = [SharedGraphEngine(context)]
+        takes_over = context.settings.engine == "auto" and context.peers.has_collectives
+        return [*shared, DynamicEngine(context)] if takes_over else shared
     return found

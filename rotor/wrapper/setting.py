@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from rotor import algorithms
-from rotor._pytorch import inductor
-from rotor.common.ranks import RankError, Ranks
+from rotor._pytorch import core, fsdp, inductor
+from rotor.common.ranks import RankError, Ranks, group_of_all
 from rotor.engines.contract import Engine, Settings
+from rotor.engines.peers import Peers, SharingRanks
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.units import parse_bytes
 
@@ -131,17 +133,42 @@ def agree_to_share(ranks: Ranks, settings: Settings, engine: str) -> None:
             )
 
 
+def peers_of(settings: Settings, known: Peers) -> Peers:
+    """Return the processes that have to run one plan, since they hold parts of the parameters.
+
+    Those that are `known` to share plans stay; a model that FSDP2 shards finds its own.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    modules = list(settings.module.modules())
+    if known.ranks or tensors is None or fsdp.managed(modules) or _refusal_to_share(settings):
+        return known
+    parts = [p for p in settings.module.parameters() if isinstance(p, tensors.DTensor)]
+    meshes = {core.whole_mesh(part.device_mesh) for part in parts}
+    real = [mesh for mesh in meshes if distributed.get_backend(mesh.get_group(0)) != "fake"]
+    groups = [mesh.get_group() if mesh.ndim == 1 else fsdp.flat_group(mesh) for mesh in real]
+    group = group_of_all(groups) if groups else None
+    if group is None or group.size() < 2:
+        return known
+    return SharingRanks(Ranks(group), has_collectives=True)
+
+
 def _check_shared(settings: Settings) -> None:
     """Raise ValueError for an option under which no program can be shared."""
-    refused = None
+    refused = _refusal_to_share(settings)
+    if refused:
+        raise ValueError(
+            f"share_plans() is for chains and captured graphs, and {refused}: leave one of them "
+            "out; each process then plans for itself, with the same gradients"
+        )
+
+
+def _refusal_to_share(settings: Settings) -> str:
+    """Return the reason why no program can be shared; empty without one."""
+    refused = ""
     if settings.engine == "dynamic":
         refused = 'engine="dynamic" decides while a step runs, and has no plan'
     elif settings.counts == "reserved":
         refused = 'counts="reserved" depends on the allocator of one process'
     elif settings.graph_class is not None:
         refused = "the budgets of rotor.rockmate are those of one process"
-    if refused is not None:
-        raise ValueError(
-            f"share_plans() is for chains and captured graphs, and {refused}: leave one of them "
-            "out; each process then plans for itself, with the same gradients"
-        )
+    return refused

@@ -210,7 +210,7 @@ def unusual_blocks() -> list[str]:
     planned.measure(batch(0))
     limit = tighten(planned)
     names = [block.name for block in planned.plan.parts.sites]
-    expected = ["frozen", *(f"blocks.{k}" for k in range(BLOCKS))]
+    expected = ["frozen", *(f"blocks.{k}" for k in range(BLOCKS)), "norm", "last"]
     found = [] if names == expected else [f"blocks {names}"]
     outside = planned.plan.parts.describe_outside()
     if "twice: it is called several times" not in outside:

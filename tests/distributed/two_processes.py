@@ -1,4 +1,4 @@
-"""Runs a test file as a script in two processes that form a gloo group."""
+"""Runs a test file as a script in two processes, or more, that form a gloo group."""
 
 from __future__ import annotations
 
@@ -45,18 +45,19 @@ def run_processes(
     *,
     names: Sequence[str] = (),
     settings: Mapping[str, str] | None = None,
+    count: int = PROCESSES,
 ) -> list[dict[str, list[str]]]:
     """What each process found, in the scenarios of these names or in all.
 
-    Both are ended when one fails or time is up; what they said is shown, the one that failed first
-    before the other. The settings are for their environment.
+    All of the `count` are ended when one fails or time is up; what they said is shown, the one that
+    failed first before the others. The settings are for their environment.
     """
     environment = children.environment(**{"OMP_NUM_THREADS": "1", **(settings or {})})
     if sys.platform.startswith("linux"):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
+    logs = [folder / f"{rank}.log" for rank in range(count)]
     processes = []
-    for rank in range(PROCESSES):
+    for rank in range(count):
         # To a file: a pipe that nobody reads fills up.
         with logs[rank].open("w") as log:
             processes.append(
@@ -85,7 +86,7 @@ def run_processes(
         codes = failed | {k: p.returncode for k, p in enumerate(processes) if k not in failed}
         ends = [f"rank {k} ended with {c}:\n{last_lines(logs[k])}" for k, c in codes.items()]
         pytest.fail("\n".join(ends), pytrace=False)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
 def last_lines(log: Path, lines: int = 40) -> str:

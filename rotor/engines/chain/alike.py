@@ -24,7 +24,7 @@ from rotor.engines.chain.stages import Stage
 
 
 def _storages(value: Any) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tree_tensors(value) if t.numel()}
+    return set(core.storages_of(t for t in tree_tensors(value) if t.numel()))
 
 
 def merge_stages(

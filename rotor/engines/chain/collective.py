@@ -1,6 +1,6 @@
 """Collective measuring of a chain, and one plan for all ranks.
 
-Stages that FSDP2 shards run collective operations in every run, measured or not: every rank
+Stages of several ranks run collective operations in every run, measured or not: every rank
 measures in step with the others, the same number of rounds. The measures are merged (times by
 their mean, bytes by their maximum), and the first rank plans.
 """
@@ -27,7 +27,6 @@ from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
 from rotor.engines.chain.stages import Stage
 from rotor.meter import allocator
 
-_ROUNDS = 5
 _TIMES = ("forward_ns", "record_ns", "backward_ns", "loss_ns")
 _SAME = ("name", "flags")
 
@@ -36,10 +35,6 @@ class ShardedMeasuring(Measuring):
     """Measuring of the stages of a sharded model, on every rank at once."""
 
     run_class = ShardedRun
-    # A thread of gloo frees blocks late in some rounds: the medians are right.
-    metered_rounds = 3
-    # Every round runs collectives: all ranks need equally many rounds.
-    shares_times = False
     # FSDP2 fills and frees parameters as stages run.
     sees_writes = False
 
@@ -65,11 +60,6 @@ class ShardedMeasuring(Measuring):
         for unit in self._units(i):
             if not unit.reshards_after_forward:
                 unit.gather()
-
-    def is_enough(self, count: int, is_stable: bool, spent_ns: int) -> bool:
-        """Return True after the same number of rounds on every rank."""
-        del is_stable, spent_ns
-        return count >= _ROUNDS
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
         """Run B of stage i, and take the gradients from their place in FSDP2."""

@@ -209,6 +209,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 measuring_class=measuring_class,
                 few_rounds=self.settings.planning == "background",
                 observed=self._observed,
+                ranks=self.context.peers.ranks,
             )
 
     def _inferred(self, key: Key, stages: Sequence[Stage], arg: Any) -> Inspection | None:
@@ -239,9 +240,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
             for stage, s in zip(stages, seen, strict=True)
             if not s.repeats
         ]
-        if self._sharding is not None:
+        if (ranks := self.context.peers.ranks) is not None:
             # Either all ranks go on, or none does.
-            found = self._sharding.ranks.exchange((reason, varying))
+            found = ranks.exchange((reason, varying))
             reason = next((other for other, _ in found if other), "")
             varying = list(dict.fromkeys(name for _, names in found for name in names))
         if reason:

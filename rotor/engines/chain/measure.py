@@ -26,6 +26,7 @@ from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
 from rotor.common.modes import autocast_off
 from rotor.common.places import Place, Saved, tensors_in
+from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
 from rotor.common.undisturbed import gradients_aside, trial
 from rotor.engines.chain.alike import TimedStage, frozen_prefix, merge_stages, structure_of
@@ -34,6 +35,7 @@ from rotor.engines.chain.observe import Observation, copied_buffers, named, obse
 from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.stages import Stage, shared_parameters
+from rotor.engines.contract import NeedsPeers
 from rotor.meter import allocator
 from rotor.meter.step_meter import check_idle
 
@@ -41,6 +43,7 @@ __all__ = ["Chain", "Inspection", "Measuring", "StageMeasure", "measure", "merge
 
 
 _ROUNDS, _FEW_ROUNDS = (5, 25), (3, 3)
+_METERED_ROUNDS = 3
 _TOLERANCE = 0.03
 _NS_PER_STAGE = 2_000_000_000
 
@@ -57,12 +60,11 @@ class Measuring:
     """One pass over `stages`, from the input `arg` of the first to the output.
 
     The `observations` are one for each stage. `hold_output` tells whether the caller holds the
-    output. With `few_rounds`, times are medians of three rounds.
+    output. With `few_rounds`, times are medians of three rounds. Unless it `is_alone`, other ranks
+    measure too, in the same rounds, for stages may run collective operations.
     """
 
     run_class = Run
-    metered_rounds = 1
-    shares_times = True
     sees_writes = True
 
     def __init__(
@@ -73,6 +75,7 @@ class Measuring:
         *,
         hold_output: bool,
         few_rounds: bool = False,
+        is_alone: bool = True,
     ) -> None:
         n = len(stages)
         order = [
@@ -92,6 +95,7 @@ class Measuring:
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._least_rounds, self._most_rounds = _FEW_ROUNDS if few_rounds else _ROUNDS
         self._timed: dict[Hashable, TimedStage] = {}
+        self._is_alone = is_alone
 
     @staticmethod
     def around(stage: Stage) -> AbstractContextManager[Any]:
@@ -106,7 +110,7 @@ class Measuring:
         self.run.flags[i + 1] = seen.flags
         self._state = Saved(stage.state)
         self._written = [(t, t.detach().clone()) for t in seen.written]
-        structure = self._structure(i, kept) if self.shares_times else None
+        structure = self._structure(i, kept) if self._is_alone else None
         earlier = None if structure is None else self._timed.get(structure)
         with copied_buffers(stage):
             if earlier is None:
@@ -114,7 +118,9 @@ class Measuring:
                 self._choose_kernels(i, kept)
             clock = timing.Clock(self.device)
             clock.start()
-            metered = [self._metered_round(i, kept) for _ in range(self.metered_rounds)]
+            # A thread of gloo frees blocks late in some rounds: the medians are right.
+            rounds = 1 if self._is_alone else _METERED_ROUNDS
+            metered = [self._metered_round(i, kept) for _ in range(rounds)]
             rough_ns = clock.stop()
             if earlier is not None and earlier.is_like(metered[0], rough_ns):
                 forward, record, backward = earlier.times
@@ -291,6 +297,8 @@ class Measuring:
         """Return whether `count` rounds in `spent_ns` suffice; `is_stable`: times agree."""
         if timing.is_single():
             return True
+        if not self._is_alone:
+            return count >= _ROUNDS[0]
         return _core.repeats_are_enough(
             count,
             is_stable,
@@ -384,6 +392,7 @@ def measure(
     measuring_class: type[Measuring] = Measuring,
     few_rounds: bool = False,
     observed: Callable[[list[Stage], list[Observation]], object] | None = None,
+    ranks: Ranks | None = None,
 ) -> Inspection:
     """Measure every stage of a model on a sample of its input.
 
@@ -404,6 +413,8 @@ def measure(
         True to take the median of three rounds, instead of five to 25 until it is stable.
     observed
         Function called with the stages and their observations, before any is measured.
+    ranks
+        Ranks that measure the stages together; ``None`` for a single process.
 
     Returns
     -------
@@ -436,14 +447,21 @@ def measure(
         with nullcontext() if is_sharded else made.guarded():
             merged = frozen_prefix(merge_stages(stages, arg, made.undo_writes), arg)
         made.put_back()
+        if ranks is None:
+            NeedsPeers.check(made.groups())
         merged, seen = observe(
-            merged, arg, device, measuring_class.around, sees_writes=not is_sharded
+            merged, arg, device, measuring_class.around, sees_writes=not is_sharded, ranks=ranks
         )
         made.put_back()
         if observed is not None:
             observed(merged, seen)
         measuring = measuring_class(
-            merged, arg, seen, hold_output=loss_fn is None, few_rounds=few_rounds
+            merged,
+            arg,
+            seen,
+            hold_output=loss_fn is None,
+            few_rounds=few_rounds,
+            is_alone=ranks is None,
         )
         measures = []
         for i in range(len(merged)):

@@ -24,6 +24,7 @@ from rotor.common.checksums import checksum
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.places import Place, Saved, tensors_in
+from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import (
     Flags,
     check_output,
@@ -211,9 +212,10 @@ def _walk(value: Any, known: set[int]) -> _Walk:
             continue
         for tensor in _saved_tensors(node):
             if _is_strided(tensor):
-                is_freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+                storages = core.storages_of([tensor])
+                is_freed = tensor.numel() and not any(storages.values())
                 # FSDP2 frees whole parameters when a stage has run.
-                if is_freed or _address(tensor) in known:
+                if is_freed or storages.keys() <= known:
                     continue
             walk.saved.append(_digest(tensor))
     return walk
@@ -227,24 +229,18 @@ def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
     tensors = list(tree_tensors(y))
     for node in _nodes_of(tree_tensors(y)):
         tensors += _saved_tensors(node)
-    sizes = {_address(t): t.untyped_storage().nbytes() for t in tensors if _is_strided(t)}
+    sizes = core.storages_of(filter(_is_strided, tensors))
     own = [
         tensor
         for module in stage.modules()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
-    for tensor in [*tree_tensors(x), *own]:
-        if _is_strided(tensor):
-            sizes.pop(_address(tensor), None)
-    return sum(sizes.values())
+    given = core.storages_of(filter(_is_strided, [*tree_tensors(x), *own]))
+    return sum(size for address, size in sizes.items() if address not in given)
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _digest(tensor: torch.Tensor) -> Any:
@@ -261,16 +257,12 @@ def _as_numbers(digest: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _pointers(tensors: Sequence[torch.Tensor]) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
-
-
 class Observer:
     """Observer that runs the stages in order, each in its context `around(stage)`.
 
     `leaves` tells which tensors of the first input are leaves. `slots` are buffers, and parameters
     that stages may write to; without `sees_writes`, writes to parameters are left alone, since
-    FSDP2 fills and frees them.
+    FSDP2 fills and frees them. The `ranks` observe together, with equally many runs.
     """
 
     def __init__(
@@ -281,8 +273,10 @@ class Observer:
         *,
         slots: Iterable[core.Slot] = (),
         sees_writes: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self._around = around
+        self._ranks = ranks
         self._leaves = leaves
         tensors = {id(t): t for slot in slots if (t := core.value_in(slot)) is not None}
         self._places = core.places_of(t for t in tensors.values() if isinstance(t, nn.Parameter))
@@ -316,7 +310,7 @@ class Observer:
             self._rng.write(states)
         _, second, y = self._run(stage, x, flags, i, None)
         found.repeats = _as_numbers(first[0]) == _as_numbers(second[0])
-        if stage.on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
+        if self._on_any_rank(found.repeats and _as_numbers(first[1]) != _as_numbers(second[1])):
             # Kernels save workspaces with bytes that are never read: only gradients can tell.
             found.repeats &= self._same_gradients(stage, x, flags, watch, states)
         found.reaches = watch.reaches
@@ -364,7 +358,7 @@ class Observer:
                 or (_is_strided(copy) and not torch.equal(copy, original))
             ]
         own = {id(t) for t in (*leaves, *parameters)}
-        known = _pointers([*tree_tensors(x), *parameters])
+        known = set(core.storages_of(filter(_is_strided, [*tree_tensors(x), *parameters])))
         walk = _walk(y, known)
         foreign = [t for t in walk.variables if id(t) not in own]
         reads, is_fed = self._origins(foreign, i)
@@ -437,11 +431,16 @@ class Observer:
                 return found
 
         try:
-            differ = stage.on_any_rank(gradients(False) != gradients(False))
+            differ = self._on_any_rank(gradients(False) != gradients(False))
             return not differ or len(set(map(str, gradients(True)))) > 1
         finally:
             after.put(last=True)
             self._rng.write(rng)
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        if self._ranks is None:
+            return flag
+        return any(other for (other,) in self._ranks.exchange_ints(flag))
 
     def _origins(self, foreign: Sequence[torch.Tensor], i: int) -> tuple[int, bool]:
         """Return the earliest stage that owns these leaves, and whether a leaf has no owner."""
@@ -458,6 +457,7 @@ def observe(
     around: Callable[[Stage], AbstractContextManager[Any]] = nullcontext,
     *,
     sees_writes: bool = True,
+    ranks: Ranks | None = None,
 ) -> tuple[list[Stage], list[Observation]]:
     """Return the stages and the observation of each; a stage that reads another's values joins it.
 
@@ -465,7 +465,9 @@ def observe(
     other parameters are as of `Observer`.
     """
     slots = [slot for stage in stages for slot in stage.slots()] * sees_writes
-    observer = Observer(device, around, leaf_flags(arg), slots=slots, sees_writes=sees_writes)
+    observer = Observer(
+        device, around, leaf_flags(arg), slots=slots, sees_writes=sees_writes, ranks=ranks
+    )
     x, flags = detached(arg), grad_flags(arg)
     found: list[Observation] = []
     for stage in stages:

@@ -57,10 +57,6 @@ class ShardedStage(Stage):
                 found[id(parameter)] = parameter
         return list(found.values())
 
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return whether a flag holds on any rank; a collective operation."""
-        return any(other for (other,) in self._sharding.ranks.exchange_ints(flag))
-
     def owners(self) -> list[fsdp.ShardedParameter | None]:
         """Return FSDP2's record of each of `parameters`; ``None`` for unsharded ones."""
         by_id = {id(o.shard): o for o in self._owners if o is not None}
@@ -94,6 +90,10 @@ class ShardedStage(Stage):
         for unit in self.units:
             if unit.reshards_after_forward:
                 unit.reshard()
+
+
+class SpansStages(RuntimeError):
+    """Presence of several stages in one unit of FSDP2: none of them can be recomputed alone."""
 
 
 class Sharding:
@@ -147,13 +147,13 @@ class Sharding:
         return self._owners.get((id(slot[0]), slot[1]))
 
     def stages(self, stages: Iterable[Stage]) -> list[Stage]:
-        """Return the stages as sharded ones; raise RuntimeError if a unit spans several of them."""
+        """Return the stages as sharded ones; raise SpansStages if a unit has several of them."""
         found = [ShardedStage(stage.names, stage.functions, self) for stage in stages]
         inside = {id(unit) for stage in found for unit in stage.units}
         for unit in self.units:
             if len(unit.modules) > 1 and id(unit) not in inside:
                 kinds = ", ".join(type(module).__name__ for module in unit.modules)
-                raise RuntimeError(
+                raise SpansStages(
                     f"one call of fully_shard([...]) has modules of several stages ({kinds}), "
                     "whose parameters come and go together: the stages cannot be recomputed one "
                     "by one. Shard each of them by a call of its own, or put them into one stage"
@@ -295,6 +295,8 @@ def _group_of(units: Sequence[fsdp.Unit]) -> Any:
     meshes = [unit.mesh for unit in units if unit.mesh is not None]
     if not meshes:
         return None
+    # Where tensors are split too, the ranks of all dimensions run one plan.
+    meshes += [core.whole_mesh(mesh) for mesh in meshes]
     members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
     largest = max(members, key=len)
     if any(not set(largest).issuperset(other) for other in members):
@@ -330,7 +332,8 @@ def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Shardin
     if not units:
         raise RuntimeError(
             "the model is sharded by FullyShardedDataParallel, the first FSDP, whose flat "
-            "parameters cannot be recomputed stage by stage: use fully_shard (FSDP2)"
+            "parameters cannot be recomputed stage by stage: use fully_shard (FSDP2), in the "
+            "settings of Accelerate and Transformers fsdp_version: 2"
         )
     around = [
         unit

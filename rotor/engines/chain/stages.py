@@ -130,10 +130,6 @@ class Stage:
         """Return the parameters in which its graph can end."""
         return self.parameters()
 
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return whether a flag holds on any rank that runs this stage together with others."""
-        return flag
-
     def current_parameters(self) -> list[Any]:
         """Return the current contents of the parameter slots recorded at construction."""
         return list(map(core.value_in, self._parameter_slots))

@@ -42,7 +42,7 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.code.early import Delivery
-from rotor.engines.graph.code.emit import StepCode, read_primals, saved_primals
+from rotor.engines.graph.code.emit import StepCode, is_unchecked, read_primals, saved_primals
 from rotor.engines.graph.code.numbers import write_numbers
 from rotor.engines.graph.costs.profile import warm_up_scripts
 from rotor.engines.graph.costs.symbols import origin_values
@@ -401,6 +401,9 @@ class Capture:
         # Checks that come in order add inputs to the model's: such a call does not run again.
         if self.leaves is not None and len(args) == len(captured.lowered.gradients):
             leaves = [*compress(args, captured.are_differentiable)]
+            if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                # Parts of distributed tensors, from which no forward can run again.
+                leaves = []
             original = getattr(emitted, "original", None)
             self.leaves = leaves if original is None else [*map(original, leaves)]
         sizes = captured.sizes(args)
@@ -516,6 +519,9 @@ class Capture:
                 torch.empty(0),
             )
         saved = saved_primals(lowered)
+        if any(map(is_unchecked, saved)):
+            # AOTAutograd takes the kept values in this order: compared ones, then the others.
+            token.meta["saved_tensor_with_no_vc_check"] = True
         forward = _stub(module, lowered.primals, [*lowered.outputs, *saved, token])
         backward = _stub(
             module,

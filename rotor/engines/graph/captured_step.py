@@ -24,6 +24,7 @@ from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.offloading import Layout, layout_of
 from rotor.engines.graph.code.pricing import Pooling, build_graph, outliving_storages, sizes_of
 from rotor.engines.graph.code.proving import Prover, proving_bytes
+from rotor.engines.graph.costs.collectives import late_bytes
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.false_edges import DEVICES
 from rotor.engines.graph.tracing.lowering import Lowered
@@ -139,12 +140,13 @@ class CapturedStep:
 
         A model that returns a single number and larger outputs is trained by the single number.
         """
+        if not self.lowered.output_of_tangent:
+            return frozenset()
         values = [node.meta["val"] for node in self.lowered.tangents]
         large = frozenset(k for k, value in enumerate(values) if value.numel() > 1)
         is_known = self.captured.absent is not None
         on_cpu = all(value.device.type in DEVICES for value in values)
-        is_free = on_cpu and bool(self.lowered.output_of_tangent)
-        return large if is_free and not is_known and len(large) < len(values) else frozenset()
+        return large if on_cpu and not is_known and len(large) < len(values) else frozenset()
 
     def variants(self) -> list[CapturedStep]:
         """Return the step, and the results of `variant`."""
@@ -286,7 +288,10 @@ class CapturedStep:
         `compared` checksums.
         """
         proves = self.verifies and self.is_provable(limit_bytes)
-        return sum(map(self.lowered.input_bytes, self.lowered.mutated)) + max(
+        changed = sum(map(self.lowered.input_bytes, self.lowered.mutated))
+        if any(device.type == "cpu" for device in self._devices):
+            changed += late_bytes(self.lowered, self.costs)
+        return changed + max(
             executor_bytes(device, replayed)
             + (proving_bytes(self.lowered, device, compared) if proves else 0)
             for device in self._devices

@@ -24,6 +24,7 @@ from rotor.engines.contract import (
     Context,
     IsPending,
     Key,
+    NeedsPeers,
     PlanAgain,
     StartMeter,
 )
@@ -38,6 +39,7 @@ from rotor.engines.graph.making import each, loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
+from rotor.engines.graph.tracing.collectives import groups_of
 from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.engines.proofs import StepProof
 from rotor.errors import CaptureError, InfeasibleError
@@ -216,6 +218,8 @@ class GraphEngine(MeteredEngine):
         self, key: Key, capture: Capture, found: Unplanned, call: Call, *, loss_captured: bool
     ) -> CapturedStep:
         source, lowered = self.settings.profile, found.captured.lowered
+        if self.context.peers.ranks is None:
+            NeedsPeers.check(groups_of(t.node for t in lowered.tasks if t.node is not None))
         device = self.context.device_of(call)
         arguments = (*call.arguments, call.targets)
         owners = owners_of(lowered, found.primals, self.context.structure.parameters, arguments)

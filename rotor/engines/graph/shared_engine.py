@@ -25,6 +25,7 @@ from rotor.engines.contract import (
 from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.costs.collectives import priced_together
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.making import check_same
 from rotor.engines.graph.planned import GraphPlan
@@ -110,7 +111,11 @@ class SharedGraphEngine(GraphEngine):
         """Capture and measure a step, on all ranks or on none."""
         before = self.steps.get(key.measured)
         try:
-            self._ranks.together(partial(self._measured, key, call))
+            refusals = self._ranks.together(partial(self._measured, key, call))
+            if all(refusals):
+                raise CannotPlan(CaptureError(refusals[self._ranks.rank]))
+            if any(refusals):
+                raise RankError(next(filter(None, refusals)))
             is_needless = self.device_of(key) is None
             found = [nothing for (nothing,) in self._ranks.exchange_ints(is_needless)]
             if any(found):
@@ -121,7 +126,7 @@ class SharedGraphEngine(GraphEngine):
                     f"nothing in the step of rank {needless} needs a gradient, and the step of "
                     "others does: freeze the same parameters on every rank"
                 )
-            check_same(self._ranks, self.steps[key.measured].captured.lowered)
+            self._price_collectives(self.steps[key.measured])
         except BaseException:
             self.steps.pop(key.measured, None)
             if before is not None:
@@ -131,8 +136,17 @@ class SharedGraphEngine(GraphEngine):
             self.settings.offload.share(self._ranks)
         return self.steps[key.measured]
 
-    def _measured(self, key: Key, call: Call) -> None:
-        """Measure this rank's step, or find it; leave it unmeasured if it needs no gradient."""
+    def _price_collectives(self, step: CapturedStep) -> None:
+        lowered = step.captured.lowered
+        check_same(self._ranks, lowered)
+        if not step.planned_for:
+            step.set_costs(priced_together(self._ranks, lowered, step.costs, step.device))
+
+    def _measured(self, key: Key, call: Call) -> str:
+        """Measure this rank's step, or find it; return why not, where another engine may run it.
+
+        A step that needs no gradient is left unmeasured.
+        """
         own = key.measured[0]
         alike = [step for measured, step in self.steps.items() if measured[0] == own]
         known = alike[-1] if alike and own not in self._forgotten else None
@@ -143,8 +157,10 @@ class SharedGraphEngine(GraphEngine):
             else:
                 self.steps[key.measured] = known
         except NothingToPlan:
-            return
+            return ""
         except CannotPlan as refused:
+            if self.context.peers.has_collectives:
+                return str(refused.error)
             raise CaptureError(
                 f"{refused.error}\nshare_plans() is for chains and for models that are captured as "
                 "one graph: without it this model can run in parts, or in the dynamic engine, "
@@ -152,6 +168,7 @@ class SharedGraphEngine(GraphEngine):
             ) from None
         if self.settings.offload is not None:
             self.settings.offload.known_link(self.context.device_of(call))
+        return ""
 
     def forget(self, measured: Any) -> None:
         """Have a kind of step captured again, also if another combination of ranks has it."""

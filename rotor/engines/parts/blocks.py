@@ -290,11 +290,7 @@ def candidates(model: nn.Module, sharding: Sharding) -> list[BlockStage]:
     A unit that holds several units of one type contains blocks, and is no block itself.
     """
     names = {module: name for name, module in model.named_modules()}
-    found = [
-        unit.modules[0]
-        for unit in sharding.units
-        if len(unit.modules) == 1 and names.get(unit.modules[0])
-    ]
+    found = [module for unit in sharding.units for module in unit.modules if names.get(module)]
     inside = {m: [o for o in found if o is not m and o in set(m.modules())] for m in found}
     kept = [m for m in found if max(Counter(map(type, inside[m])).values(), default=0) < 2]
     hidden = {part for m in kept for part in inside[m]}

@@ -19,6 +19,7 @@ from rotor._pytorch import core
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
 from rotor.common.undisturbed import trial
+from rotor.engines.contract import NeedsPeers
 from rotor.meter import allocator
 
 
@@ -50,15 +51,13 @@ class Saves:
     def __init__(self, resident: Iterable[torch.Tensor], note: Callable[[int, int], None]) -> None:
         self._references: dict[int, Any] = {}
         self._note = note
-        self._resident = {core.storage_identity(t) for t in resident if _is_plain(t)}
+        self._resident = {core.storage_identity(part) for t in resident for part in _parts(t)}
         self._packing: Any = None
 
     def identities(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Return the bytes by storage of these tensors, except resident ones."""
         found = {}
-        for tensor in tensors:
-            if not _is_plain(tensor):
-                continue
+        for tensor in (part for one in tensors for part in _parts(one)):
             identity = core.storage_identity(tensor)
             if identity not in self._resident:
                 if identity not in self._references:
@@ -101,11 +100,11 @@ class Saves:
             hooks.__enter__()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has visible memory of its own, unlike tensors of functorch."""
-    if core.in_functorch():
-        return False
-    return tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense parts of a tensor; none of tensors of functorch, and of other layouts."""
+    if core.in_functorch() or tensor.layout != torch.strided:
+        return ()
+    return tuple(p for p in core.strided_parts(tensor) if type(p) in (torch.Tensor, nn.Parameter))
 
 
 def inner_modules(model: nn.Module) -> dict[nn.Module, str]:
@@ -162,4 +161,5 @@ def weigh(
         args, kwargs = made.arguments
         with saves.watching():
             model.forward(*args, **kwargs)
+        NeedsPeers.check(made.groups())
     return calls, whole, set(counts)

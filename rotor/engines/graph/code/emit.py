@@ -23,6 +23,7 @@ from torch import fx
 
 from rotor._pytorch import core, dispatch, symbols
 from rotor._pytorch.devices import generator_of
+from rotor.common.ranks import run_and_wait
 from rotor.engines.graph.code.actions import (
     Action,
     Kind,
@@ -37,6 +38,7 @@ from rotor.engines.graph.code.offloading import Layout, Moves, Places
 from rotor.engines.graph.code.pricing import Pooling
 from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.repeating import is_empty, is_unspecified
+from rotor.engines.graph.tracing.collectives import is_collective, is_wait
 from rotor.engines.graph.tracing.false_edges import of_sizes
 from rotor.engines.graph.tracing.groups import Group, groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
@@ -102,7 +104,8 @@ def read_primals(lowered: Lowered) -> list[fx.Node]:
 def saved_primals(lowered: Lowered) -> list[fx.Node]:
     """Return those of `read_primals` that autograd keeps: the backward reads them by any plan.
 
-    The others are read by what a plan computes again, and kept with what it keeps.
+    The others are read by what a plan computes again, and kept with what it keeps, as are objects
+    other than tensors. Tensors whose version AOTAutograd does not compare are the last.
     """
     made = {task.node for task in lowered.tasks if task.node}
     waiting: list[Any] = [task.node for task in lowered.tasks[lowered.loss + 1 :] if task.node]
@@ -112,11 +115,18 @@ def saved_primals(lowered: Lowered) -> list[fx.Node]:
         inputs = {node for node in waiting.pop().all_input_nodes if node not in made} - read
         read |= inputs
         waiting += inputs
-    return [node for node in read_primals(lowered) if node in read]
+    found = [node for node in read_primals(lowered) if node in read]
+    return sorted([n for n in found if isinstance(n.meta["val"], torch.Tensor)], key=is_unchecked)
 
 
-def noted_versions(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Return tensors with their versions, but for those that have none."""
+def is_unchecked(node: fx.Node) -> bool:
+    """Return whether AOTAutograd has autograd compare no version of a saved value."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+def noted_versions(values: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """Return tensors with their versions; other objects, and some tensors, have none."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
@@ -203,6 +213,8 @@ class _Writer:
         is_view = node.target is torch.ops.aten.view.default
         target = core.callable_of(torch.ops.aten.reshape.default if is_view else node.target)
         target = in_order(node, target)
+        if is_collective(node):
+            target = partial(run_and_wait, target)
         if self.others is not None and node in self.task_of:
             is_backward = self.task_of[node] > self.lowered.loss
             target = self.others.operation(target, node, is_backward=is_backward)
@@ -220,6 +232,9 @@ class _Writer:
             return f"p{self.primal_of[node]}"
         if value.kind in ("output", "item"):
             return self.output_variable(value)
+        if is_wait(node):
+            # The code of the collective has waited.
+            return self.reference(node.all_input_nodes[0])
         if _is_transposed(node) and _is_transposed(node.args[0]):
             return self.reference(node.args[0].args[0])  # type: ignore[union-attr, arg-type]
         name = f"v{self.order.setdefault(node, len(self.order))}"

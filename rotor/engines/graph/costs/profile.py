@@ -24,6 +24,7 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept, random_states_kept
 from rotor.engines.graph.costs.allocations import Orders, Recorded, record
 from rotor.engines.graph.costs.repeating import NOT_RUN, UNTESTED, tested
+from rotor.engines.graph.tracing.collectives import is_collective
 from rotor.engines.graph.tracing.groups import groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.meter import allocator as memory
@@ -185,6 +186,8 @@ class Arguments:
         self.lowered = lowered
         self.real: dict[fx.Node, Any] = dict(zip(lowered.primals, primals, strict=False))
         self.whole = 0
+        self.are_shared = False
+        """True if all ranks run the operations together, so that collectives may run."""
         self._depth = 0
         self._in_storage = False
         self._blocks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -192,6 +195,8 @@ class Arguments:
     def of(self, task: Task) -> tuple[Any, Any, Any]:
         """Return the function, its arguments by position and by name."""
         assert task.node is not None
+        if is_collective(task.node) and not self.are_shared:
+            raise ValueError("all ranks run it together, or none")
         self._in_storage = clones_storage(task)
         return (
             core.callable_of(task.node.target),
@@ -228,7 +233,7 @@ class Arguments:
         return self._made_up(found)
 
     def _made_by(self, node: fx.Node) -> Any:
-        if self._depth > _MOST_DEPTH:
+        if self._depth > _MOST_DEPTH or is_collective(node):
             return None
         self._depth += 1
         try:

@@ -20,6 +20,7 @@ from rotor.common.checksums import (
     UNSPECIFIED_OUTPUTS,
     checksum,
 )
+from rotor.engines.graph.tracing.collectives import is_collective
 from rotor.engines.graph.tracing.lowering import Lowered, Task, tensors_by_path
 
 UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
@@ -100,7 +101,7 @@ def keep_unrepeatable(lowered: Lowered, flags: Iterable[int]) -> None:
     """Mark operations that draw numbers, and those that must not run twice, by their flags."""
     lowered.unrepeatable.clear()
     for task, found in zip(lowered.tasks, flags, strict=True):
-        if task.node is None:
+        if task.node is None or is_collective(task.node):
             continue
         is_unknown = not found & TESTED and not _is_own(task.node.target)
         if found & DIFFERS or is_unknown:

@@ -66,7 +66,8 @@ def fuse(module: fx.GraphModule, num_outputs: int) -> None:
     changed = _changed_inputs(described, num_outputs)
     checks = _checks(module.graph)
     read = list(dict.fromkeys(node for check in checks for node in check.all_input_nodes))
-    _insert_results(returned, num_outputs, read)
+    results = list(returned.args[0])
+    returned.args = ((*results[:num_outputs], *read, *results[num_outputs:]),)
     merged = _merged(module, num_outputs + len(read))
     found = dict(zip(read, merged.outputs[num_outputs:], strict=True))
     del merged.outputs[num_outputs:]
@@ -76,15 +77,6 @@ def fuse(module: fx.GraphModule, num_outputs: int) -> None:
     if described is not None:
         module.graph.output_node().meta["desc"] = described
     module.recompile()
-
-
-def _insert_results(returned: Any, place: int, nodes: list[fx.Node]) -> None:
-    """Have a graph return some nodes too, from a place on."""
-    results, described = list(returned.args[0]), returned.meta.get("desc")
-    returned.args = ((*results[:place], *nodes, *results[place:]),)
-    if described is not None:
-        unknown = [None] * len(nodes)
-        returned.meta["desc"] = [*described[:place], *unknown, *described[place:]]
 
 
 def _changed_inputs(described: Any, num_outputs: int) -> list[int]:

@@ -29,6 +29,7 @@ from rotor._pytorch import core, inductor, symbols
 from rotor._pytorch.draws import is_random
 from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph.tracing import marks
+from rotor.engines.graph.tracing.collectives import awaited
 from rotor.engines.graph.tracing.false_edges import drop_false_edges, identities_of, of_sizes
 from rotor.engines.graph.tracing.rewrite import normalise_as_in_eager, split_convolutions
 from rotor.errors import CaptureError
@@ -206,12 +207,16 @@ class _Lowering:
         self.tasks: list[Task] = []
         self._keys: dict[fx.Node, list[int]] = {}
         self._sources = {node: node.all_input_nodes for node in self.nodes}
+        self._awaited: dict[int, int] = {}
         # Fake tensors have to stay: their addresses are the keys.
         self.primals: list[fx.Node] = []
         self.tangents: list[fx.Node] = []
         for node in self.nodes:
             if node.op == "placeholder":
                 (self.tangents if "tangent" in node.name else self.primals).append(node)
+        for node, result in awaited(self.nodes):
+            (key,), (given,) = identities_of(node), self._keys_of(result)
+            self._awaited[key] = given
         returned_nodes = [node for node in self.outputs if isinstance(node, fx.Node)]
         self.forward = self._closure(returned_nodes + self._effects())
         self.mutated = self._mutated()
@@ -261,7 +266,8 @@ class _Lowering:
             )
         }
         wanted = [repr(getattr(node.meta.get("desc"), "output", None)) for node in self.tangents]
-        if not all(name in described for name in wanted):
+        are_tensors = all(result_tensors(node.meta.get("val")) for node in self.tangents)
+        if not (are_tensors and all(name in described for name in wanted)):
             return []
         return [described[name] for name in wanted]
 
@@ -292,7 +298,8 @@ class _Lowering:
         found = self._keys.get(node)
         if found is None:
             _refuse_sparse(node)
-            found = self._keys[node] = identities_of(node)
+            found = [self._awaited.get(key, key) for key in identities_of(node)]
+            self._keys[node] = found
         return found
 
     def run(self) -> Lowered:
@@ -366,6 +373,10 @@ class _Lowering:
         ]
         task = Task("loss", None, "loss", _unique(read))
         for index, node in enumerate(self.tangents):
+            if not result_tensors(node.meta["val"]):
+                # The device mesh of a distributed tensor, for one.
+                self.values[node] = Value("output", node)
+                continue
             (tensor,) = result_tensors(node.meta["val"])
             (key,) = self._keys_of(node)
             task.made[(index,)] = self._new_storage(key, tensor)
