@@ -466,17 +466,22 @@ def layouts_unseen() -> Iterator[None]:
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _COLLECTIVES = (*_FUNCTIONAL, "c10d")
 """Namespaces of operators in which several processes take part."""
+_OF_RESULTS = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators there in which only this process takes part."""
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", "")).split(".")[0]
 
 
 def is_wait(target: Any) -> bool:
     """Return whether an operator waits for a collective."""
-    name = str(getattr(target, "__name__", "")).split(".")[0]
-    return getattr(target, "namespace", "") in _COLLECTIVES and name == "wait_tensor"
+    return getattr(target, "namespace", "") in _COLLECTIVES and _name(target) == "wait_tensor"
 
 
 def is_collective(target: Any, *, names: Sequence[str] = _COLLECTIVES) -> bool:
     """Return whether other processes take part in an operator."""
-    return getattr(target, "namespace", "") in names and not is_wait(target)
+    return getattr(target, "namespace", "") in names and _name(target) not in _OF_RESULTS
 
 
 def is_functional_collective(target: Any) -> bool:
