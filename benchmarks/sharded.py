@@ -1,7 +1,8 @@
-"""A model sharded by FSDP2 on two gloo processes: peak and CPU time of a step, per rank.
+"""A model spread over two gloo processes: peak and CPU time of a step, per rank.
 
 Compares plain ``fully_shard``, ``torch.utils.checkpoint`` around each block, and rotor at several
-limits, the least one included, for both settings of ``reshard_after_forward``. The model is an
+limits, the least one included, for both settings of ``reshard_after_forward``. With ``--split`` the
+blocks are split by ``parallelize_module`` instead (tensor parallelism). The model is an
 ``nn.Sequential``, planned as a chain, or with ``--loop`` one whose forward loops over its blocks,
 which then run programs of their captured graphs. Losses have to be equal. A peak is the larger of
 the ranks', and of several steps the lowest: threads of gloo give back buffers unseen now and then.
@@ -25,6 +26,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import rotor
@@ -90,7 +92,10 @@ def make_model(arguments: argparse.Namespace, reshard: bool, recomputed: bool) -
     mesh = init_device_mesh("cpu", (PROCESSES,))
     blocks: list[nn.Module] = [Block(arguments.width) for _ in range(arguments.blocks)]
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        if arguments.split:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        else:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     if recomputed:
         blocks = [Recomputed(block) for block in blocks]
     ends = nn.Linear(16, arguments.width), nn.Linear(arguments.width, 16)
@@ -99,12 +104,15 @@ def make_model(arguments: argparse.Namespace, reshard: bool, recomputed: bool) -
         model = Loop(ends[0], blocks, ends[1])
     else:
         model = nn.Sequential(ends[0], *blocks, ends[1])
+    if arguments.split:
+        return model
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
 def train(model: Any, arguments: argparse.Namespace) -> tuple[int, float, list[float]]:
     """The peak of a step and its median CPU time, the larger of the ranks'; and the losses."""
-    generator = torch.Generator().manual_seed(distributed.get_rank())
+    seed = 0 if arguments.split else distributed.get_rank()
+    generator = torch.Generator().manual_seed(seed)
     x = torch.randn(arguments.batch, arguments.length, 16, generator=generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses, peaks, seconds = [], [], []
@@ -133,7 +141,8 @@ def compare(arguments: argparse.Namespace, reshard: bool) -> list[list[str]]:
     plain = train(make_model(arguments, reshard, False), arguments)
     segments = train(make_model(arguments, reshard, True), arguments)
     rows: list[tuple[str, int | None, tuple[int, float, list[float]]]]
-    rows = [("fully_shard", None, plain), ("torch.utils.checkpoint", None, segments)]
+    name = "parallelize_module" if arguments.split else "fully_shard"
+    rows = [(name, None, plain), ("torch.utils.checkpoint", None, segments)]
     model = rotor.Checkpointable(make_model(arguments, reshard, False))
     shape = (arguments.batch, arguments.length, 16)
     model.measure(torch.randn(shape))
@@ -169,11 +178,12 @@ def work(arguments: argparse.Namespace) -> None:
         world_size=PROCESSES,
         timeout=timedelta(minutes=5),
     )
-    for reshard in (True, False):
+    for reshard in (True,) if arguments.split else (True, False):
         rows = compare(arguments, reshard)
         if arguments.rank == 0:
             head = ["", "limit MB", "peak MB", "peak / plain", "CPU time / plain", "losses equal"]
-            print(f"reshard_after_forward={reshard}")
+            if not arguments.split:
+                print(f"reshard_after_forward={reshard}")
             print(table([head, *rows]), end="\n\n", flush=True)
     distributed.barrier()
     distributed.destroy_process_group()
@@ -188,6 +198,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--loop", action="store_true", help="a model that is no chain")
+    parser.add_argument("--split", action="store_true", help="tensor parallelism, not FSDP2")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.8, 0.6])
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
