@@ -446,13 +446,20 @@ def owners_of(tensor: torch.Tensor) -> int:
 # -- collective operations, and tensors with parts on several processes
 
 
+@cache
+def _propagator() -> Any:
+    name = "distributed.tensor._sharding_prop.ShardingPropagator"
+    core.check([f"{name}._propagate_tensor_meta_non_cached"])
+    return attrgetter(name)(torch)
+
+
 @contextmanager
 def layouts_unseen() -> Iterator[None]:
     """Hide from modes how DTensor finds the layouts of results, by operators on fake tensors."""
-    if (tensors := sys.modules.get("torch.distributed.tensor")) is None:
+    if "torch.distributed.tensor" not in sys.modules:
         yield
         return
-    propagator = type(tensors.DTensor._op_dispatcher.sharding_propagator)
+    propagator = _propagator()
     find = propagator._propagate_tensor_meta_non_cached
 
     def find_unseen(self: Any, schema: Any) -> Any:
@@ -500,12 +507,14 @@ def groups_among(values: Iterable[Any]) -> list[Any]:
 
     Groups of fake processes, and those that have ended, are left out.
     """
-    module: Any = torch.distributed.distributed_c10d
-    known = module._world.pg_names.values() if core.has_ranks() else ()
     given = list(values)
+    if not (given and core.has_ranks()):
+        return []
+    module: Any = torch.distributed.distributed_c10d
+    known = module._world.pg_names.values()
     names = dict.fromkeys(value for value in given if isinstance(value, str) and value in known)
     found = [module._resolve_process_group(name) for name in names]
-    if given and not found and known:
+    if not found:
         found = [torch.distributed.group.WORLD]
     return [group for group in found if torch.distributed.get_backend(group) != "fake"]
 
@@ -521,7 +530,8 @@ core.check(
     _C._len_torch_dispatch_stack _C._set_fp32_precision_setter _C._vmapmode_decrement_nesting
     _C._vmapmode_increment_nesting _conj _neg_view autograd._engine_run_backward
     ops.aten._native_batch_norm_legit.no_stats overrides._get_current_function_mode_stack
-    utils._device.CURRENT_DEVICE utils._python_dispatch._get_current_dispatch_mode
+    utils._device.CURRENT_DEVICE utils._python_dispatch._disable_current_modes
+    utils._python_dispatch._get_current_dispatch_mode
     utils._python_dispatch._get_current_dispatch_mode_stack
     """
 )

@@ -45,8 +45,8 @@ _MODULES = """
     fx.passes.fake_tensor_prop
 """
 
-_TRITON = frozenset({"cuda", "xpu"})
-"""Types of devices for which Inductor writes Triton."""
+_TRITON, _GRAPHS = frozenset({"cuda", "xpu"}), "triton.cudagraphs"
+"""Types of devices for which Inductor writes Triton, and a setting of its kernels."""
 
 _LIBRARY = re.compile(
     r"aten\.(mm|bmm|addmm|baddbmm|addbmm|addmv|mv|dot|convolution|convolution_backward|"
@@ -54,7 +54,7 @@ _LIBRARY = re.compile(
 )
 """Operators that a library runs, or that draw from the generator: never part of a kernel."""
 
-_AS_CAPTURED = {"layout_optimization": False, "triton.cudagraphs": False}
+_AS_CAPTURED = {"layout_optimization": False, _GRAPHS: False}
 """Settings that keep the strides of the capture, and all memory in the common allocator."""
 
 

@@ -79,7 +79,11 @@ def leaf_signature(leaf: Any) -> Any:
     Objects count by their type: guards compare the attributes that captured code reads.
     """
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
+        own = (leaf.shape, layout_of(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
+        if type(leaf) in _PLAIN_LEAVES:
+            return own
+        # A distributed tensor is split in a way that its shape does not show.
+        return (*own, type(leaf), getattr(leaf, "placements", ()))
     if isinstance(leaf, float | complex):
         # As texts, -0.0 differs from 0.0, and NaN equals NaN.
         return (type(leaf), repr(leaf))

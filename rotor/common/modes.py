@@ -20,7 +20,8 @@ States = list[tuple[torch.Tensor, Any]]
 SPLIT_BACKWARD = (
     "a backward asked for the gradients of inputs only, and keeps the graph for the gradients of "
     "parameters: a plan gives both at once. In a pipeline, use a schedule with whole backwards "
-    "(GPipe, 1F1B, Interleaved1F1B), none of the zero-bubble ones"
+    "(GPipe, 1F1B, Interleaved1F1B), none of the zero-bubble ones. Where tensors are split over "
+    'processes, give engine="dynamic", or use the plain model (chk.module) for such a backward'
 )
 
 

@@ -493,7 +493,8 @@ class Checkpointable(ReportingModule):
         Replicas of a model, under DistributedDataParallel for instance, get the same result from
         different plans; with this they also run the same schedule, or program of a captured graph,
         under the least limit of all, with a second tier or without. A model sharded by
-        ``fully_shard`` does so by itself. Each process of the group has to call this, and from then
+        ``fully_shard``, one with distributed parameters, and one with collective operations do so
+        by themselves. Each process of the group has to call this, and from then
         on has to measure, plan and train in step with the others; what one of them cannot do is an
         error on all. A copy of the model plans for itself again.
 

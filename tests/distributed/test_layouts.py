@@ -18,6 +18,7 @@ LEAST = ["tp", "tp_chain", "sp", "gather", "experts"]
 SLOW = [case for name in LAYOUTS if (case := f"{name}@0.62") not in QUICK]
 SLOW += [f"{name}@least" for name in LEAST]
 SLOW += [f"{name}@0.62@shapes" for name in ("tp", "tp_chain", "gather", "tp_dynamic")]
+SLOW += [f"{name}@0.62@second" for name in ("tp_chain", "tp_dynamic")]
 SLOW += [f"{name}@0.62@added" for name in ("sp", "tp_chain", "gather_sequential")]
 
 

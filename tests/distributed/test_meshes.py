@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from layouts import BATCH
 from two_processes import run_processes
 
+from rotor.commands.model import mesh_sizes
 from rotor.graph import Machine, Program
 
 HERE = Path(__file__).parent
@@ -38,18 +40,17 @@ def command(folder: Path, factory: str, *options: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("meshes")
-    return run_processes(str(WORKER), folder, names=list(CASES.values()))
+SLOW = ["split_rows"]
 
 
-@pytest.mark.parametrize("factory", CASES)
-def test_the_peak_of_a_mesh_that_is_not_here(factory, measured, tmp_path):
+@pytest.mark.parametrize(
+    "factory", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
+def test_the_peak_of_a_mesh_that_is_not_here(factory, tmp_path):
     done = command(tmp_path, factory, "--mesh", "dp=1,tp=2", "--limit", "1GiB", "--json")
     assert done.returncode == 0, done.stderr
     planned = Program.from_json(json.dumps(json.loads(done.stdout)["schedule"])).peak_bytes
-    for rank in measured:
+    for rank in run_processes(str(WORKER), tmp_path, names=[CASES[factory]]):
         (peak,) = map(int, rank[CASES[factory]])
         assert abs(planned - peak) <= SHARES[factory] * peak
 
@@ -63,21 +64,17 @@ def test_a_limit_on_a_large_mesh(tmp_path):
     assert len(program.ops) > len(program.graph.operations)
 
 
+def test_sizes_of_a_mesh():
+    given = argparse.Namespace(mesh="dp=8, tp=4", profile="machine.json")
+    assert mesh_sizes(given) == {"dp": 8, "tp": 4}
+
+
 @pytest.mark.parametrize("text", ["tp", "tp=0", "dp=2,tp=", "=4", "tp=-1"])
-def test_sizes_that_are_none(text, tmp_path):
-    done = command(tmp_path, "split_net", "--mesh", text, "--limit", "1GiB")
-    assert done.returncode != 0
-    assert "expected names and sizes, such as dp=8,tp=4" in done.stderr
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match="expected names and sizes, such as dp=8,tp=4"):
+        mesh_sizes(argparse.Namespace(mesh=text, profile="machine.json"))
 
 
-def test_a_mesh_needs_a_profile(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rotor", "plan", "GPT", "--mesh", "tp=2", "--limit", "1GiB"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=children.environment(),
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "give --profile too" in done.stderr
+def test_a_mesh_needs_a_profile():
+    with pytest.raises(ValueError, match="give --profile too"):
+        mesh_sizes(argparse.Namespace(mesh="tp=2", profile=None))

@@ -323,6 +323,14 @@ class ChainEngine(PublishedChain, MeteredEngine):
             gradients=gradients,
         )
 
+    @property
+    def _may_leave_tail(self) -> bool:
+        """True if plain autograd may run the last stages.
+
+        Where a backward passes them by, autograd gives them zeros that are no distributed tensors.
+        """
+        return self._sharding is None and not self.context.peers.has_collectives
+
     def _collective_bytes(self, inspection: Inspection) -> int:
         if self._sharding is None:
             return 0
@@ -356,7 +364,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                     options=options,
                     progress=update,
                     collective_bytes=self._collective_bytes(inspection),
-                    plain_tail=self._sharding is None,
+                    plain_tail=self._may_leave_tail,
                     verify=self.settings.verify,
                 )
 
@@ -389,7 +397,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 reserve_bytes,
                 chain,
                 inspection,
-                plain_tail=self._sharding is None,
+                plain_tail=self._may_leave_tail,
             )
         else:
             may_drop = self.settings.engine == self.name and key.measured not in self.held

@@ -92,6 +92,15 @@ class Captured:
         """For each primal True if it gets a gradient."""
         return [gradient is not None for gradient in self.lowered.gradients]
 
+    @cached_property
+    def are_whole(self) -> bool:
+        """True if no primal that gets a gradient is a part of a distributed tensor.
+
+        No forward can run again from parts.
+        """
+        wanted = compress(self.lowered.primals, self.are_differentiable)
+        return all(isinstance(node.meta.get("val"), torch.Tensor) for node in wanted)
+
     def reads(self, expression: str | None) -> bool:
         """Return whether the code depends on the value of an expression of dynamo's."""
         return expression is None or any(
@@ -399,11 +408,9 @@ class Capture:
             raise Unplanned(captured, list(args))
         self.ran = captured
         # Checks that come in order add inputs to the model's: such a call does not run again.
-        if self.leaves is not None and len(args) == len(captured.lowered.gradients):
+        is_models = len(args) == len(captured.lowered.gradients)
+        if self.leaves is not None and is_models and captured.are_whole:
             leaves = [*compress(args, captured.are_differentiable)]
-            if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                # Parts of distributed tensors, from which no forward can run again.
-                leaves = []
             original = getattr(emitted, "original", None)
             self.leaves = leaves if original is None else [*map(original, leaves)]
         sizes = captured.sizes(args)
