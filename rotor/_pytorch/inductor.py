@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import core, dispatch
 from rotor.errors import CaptureError
 
 _REQUIRED = """
@@ -163,6 +163,11 @@ def simplify(half: fx.GraphModule, mode: Any) -> None:
     propagate(half, mode)
 
 
+def _is_library(target: Any) -> bool:
+    is_shared = dispatch.is_collective(target) or dispatch.is_wait(target)
+    return is_shared or bool(_LIBRARY.match(str(target)))
+
+
 def kernels_of(half: fx.GraphModule, mode: Any) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """Return the number of the kernel that stores each stored result, and the nodes of libraries.
 
@@ -170,7 +175,7 @@ def kernels_of(half: fx.GraphModule, mode: Any) -> tuple[dict[fx.Node, int], set
     """
     graph = _scheduled(half, mode)
     kernels: dict[str, int] = {}
-    libraries = {node for node in half.graph.nodes if _LIBRARY.match(str(node.target))}
+    libraries = {node for node in half.graph.nodes if _is_library(node.target)}
     into: dict[str, str] = {}
     for number, scheduled in enumerate(graph.scheduler.nodes):
         for inner in scheduled.get_nodes():

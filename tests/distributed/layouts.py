@@ -260,6 +260,7 @@ class Layout:
     engine: str = "auto"
     loss: Callable[[Any], torch.Tensor] = squares
     processes: int = 2
+    backend: str = "fx"
     same_batch: bool = True
     """Whether processes work on one batch: those of tensor parallelism do."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -331,6 +332,7 @@ LAYOUTS = {
     "tp_dynamic": Layout(lambda: split(Net(blocks()), whole_mesh()), "dynamic"),
     "tp_broken": Layout(lambda: split(Net(broken(blocks())), whole_mesh())),
     "sp": Layout(sequence_net),
+    "sp_inductor": Layout(lambda: split_sequence(Net(blocks()), whole_mesh()), backend="inductor"),
     "sp_without_dropout": Layout(lambda: split_sequence(Net(blocks()), whole_mesh())),
     "loss_parallel": Layout(split_classes, loss=parallel_loss, around=loss_parallel),
     "gather": Layout(lambda: Net(gathering()), same_batch=False),

@@ -18,6 +18,7 @@ from rotor.common.ranks import RankError, Ranks, digest
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.pricing import build_graph, search
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord, lower_bound_of
+from rotor.engines.graph.tracing.groups import Group
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
@@ -275,11 +276,16 @@ def _closer(found: Callable[[int], Found], best: Found, failed: int, own: int) -
     return best
 
 
+def _described(target: Any) -> Any:
+    # Groups of alike operators have other constants on each rank.
+    return target.operators if isinstance(target, Group) else str(target)
+
+
 def signatures_of(lowered: Lowered) -> list[Any]:
     """Return descriptions, with faithful ``repr``, of a graph's operations under any sizes."""
     return [
         (
-            "" if task.node is None else str(task.node.target),
+            "" if task.node is None else _described(task.node.target),
             task.phase,
             task.inputs,
             sorted(task.made.items()),

@@ -34,6 +34,9 @@ class Group:
     def __init__(self, key: str, module: fx.GraphModule, values: Sequence[Any], mode: Any) -> None:
         self.key = key
         self.text = str(module.graph)
+        calls = [node for node in module.graph.nodes if node.op == "call_function"]
+        self.operators = tuple([str(node.target) for node in calls])
+        """Operators in it, the same for groups that differ in sizes and constants only."""
         self.seconds: float | None = None
         """Time of compiling; None before it."""
         self._graph: tuple[fx.GraphModule, Sequence[Any], Any] | None = (module, values, mode)
