@@ -89,7 +89,8 @@ class Emitted:
 
     def prepare(self) -> None:
         """Compile the kernels that are not compiled yet."""
-        prepare(self.kernels)
+        if self.kernels:
+            prepare(self.kernels)
 
 
 def read_primals(lowered: Lowered) -> list[fx.Node]:
@@ -126,8 +127,7 @@ def is_unchecked(node: fx.Node) -> bool:
 
 def noted_versions(values: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
     """Return tensors with their versions; other objects, and some tensors, have none."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    return [(t, t._version) for t in values if isinstance(t, torch.Tensor) and not t.is_inference()]
 
 
 OUTPUT_CHANGED = (
