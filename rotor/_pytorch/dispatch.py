@@ -496,10 +496,11 @@ def is_functional_collective(target: Any) -> bool:
     return is_collective(target, names=_FUNCTIONAL)
 
 
-def collective_names() -> set[str]:
+@cache
+def collective_names() -> frozenset[str]:
     """Return the names of all operators in which several processes take part, and of waits."""
     names = torch._C._dispatch_get_all_op_names()
-    return {name for name in names if name.partition("::")[0] in _COLLECTIVES}
+    return frozenset(name for name in names if name.partition("::")[0] in _COLLECTIVES)
 
 
 def groups_among(values: Iterable[Any]) -> list[Any]:
