@@ -219,7 +219,7 @@ class GraphEngine(MeteredEngine):
     ) -> CapturedStep:
         source, lowered = self.settings.profile, found.captured.lowered
         if self.context.peers.ranks is None:
-            NeedsPeers.check(groups_of(t.node for t in lowered.tasks if t.node is not None))
+            NeedsPeers.check(groups_of(lowered.tasks[k].node for k in lowered.collectives))
         device = self.context.device_of(call)
         arguments = (*call.arguments, call.targets)
         owners = owners_of(lowered, found.primals, self.context.structure.parameters, arguments)

@@ -11,7 +11,6 @@ import torch
 from rotor.common.ranks import Ranks, run_and_wait
 from rotor.engines.graph.costs.profile import Arguments, Cost, isolated, keys_of
 from rotor.engines.graph.costs.repeating import TESTED
-from rotor.engines.graph.tracing.collectives import is_collective
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.meter import allocator
 
@@ -21,10 +20,10 @@ _RUNS = 4
 def late_bytes(lowered: Lowered, costs: Sequence[Cost]) -> int:
     """Return the most bytes of a finished collective that a thread of gloo may still hold."""
     found = [0]
-    for task, cost in zip(lowered.tasks, costs, strict=True):
-        if is_collective(task.node):
-            sizes = [lowered.storages[storage][0] for storage in task.inputs]
-            found.append(max(cost.workspace_bytes, *sizes, *cost.made_bytes))
+    for number in lowered.collectives:
+        cost = costs[number]
+        sizes = [lowered.storages[storage][0] for storage in lowered.tasks[number].inputs]
+        found.append(max(cost.workspace_bytes, *sizes, *cost.made_bytes))
     return max(found)
 
 
@@ -38,9 +37,8 @@ def priced_together(
     """
     keys = keys_of(lowered, device)
     first: dict[str, int] = {}
-    for number, (key, task) in enumerate(zip(keys, lowered.tasks, strict=True)):
-        if is_collective(task.node):
-            first.setdefault(key, number)
+    for number in lowered.collectives:
+        first.setdefault(keys[number], number)
     # Layouts may be alike on one rank and not on another.
     numbers = sorted({n for other in ranks.exchange(list(first.values())) for n in other})
     if not numbers:
@@ -51,13 +49,11 @@ def priced_together(
         keys[n]: [max(c) for c in zip(*col, strict=True)]
         for n, col in zip(numbers, everyone, strict=True)
     }
-    priced = []
-    for key, task, cost in zip(keys, lowered.tasks, costs, strict=True):
-        if is_collective(task.node):
-            ns, needed = found[key]
-            workspace = max(needed - sum(cost.made_bytes), 0)
-            cost = replace(cost, ns=ns, workspace_bytes=workspace, flags=TESTED)
-        priced.append(cost)
+    priced = list(costs)
+    for number in lowered.collectives:
+        ns, needed = found[keys[number]]
+        workspace = max(needed - sum(costs[number].made_bytes), 0)
+        priced[number] = replace(costs[number], ns=ns, workspace_bytes=workspace, flags=TESTED)
     return priced
 
 

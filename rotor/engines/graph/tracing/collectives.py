@@ -33,7 +33,7 @@ def awaited(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield node, node.all_input_nodes[0]
 
 
-def groups_of(nodes: Iterable[fx.Node]) -> list[Any]:
-    """Return the process groups of the collectives among nodes, but for those of fake processes."""
-    found = [node for node in nodes if is_collective(node)]
+def groups_of(nodes: Iterable[fx.Node | None]) -> list[Any]:
+    """Return the process groups of these collectives, but for those of fake processes."""
+    found = [node for node in nodes if node is not None]
     return dispatch.groups_among(v for n in found for v in (*n.args, *n.kwargs.values()))

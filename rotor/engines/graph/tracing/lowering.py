@@ -18,7 +18,7 @@ import operator
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rotor._pytorch import core, inductor, symbols
 from rotor._pytorch.draws import is_random
 from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph.tracing import marks
-from rotor.engines.graph.tracing.collectives import awaited
+from rotor.engines.graph.tracing.collectives import awaited, is_collective
 from rotor.engines.graph.tracing.false_edges import drop_false_edges, identities_of, of_sizes
 from rotor.engines.graph.tracing.rewrite import normalise_as_in_eager, split_convolutions
 from rotor.errors import CaptureError
@@ -139,6 +139,11 @@ class Lowered:
     """Code of the variables of numbers that calls give (`numbers.write_numbers`)."""
     reads_gradients: bool = False
     """True if the captured code reads gradients that exist when a step begins."""
+
+    @cached_property
+    def collectives(self) -> list[int]:
+        """Numbers of the operations in which other processes take part."""
+        return [number for number, task in enumerate(self.tasks) if is_collective(task.node)]
 
     def drop_preferences(self) -> bool:
         """Let operations run again that prefer not to; return whether an operation did."""
