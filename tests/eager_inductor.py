@@ -56,3 +56,12 @@ def stand_in(monkeypatch, folder, compiled=None):
     monkeypatch.setenv("ROTOR_CACHE_DIR", str(folder))
     monkeypatch.setattr(groups, "_known", WeakValueDictionary())
     monkeypatch.setattr(_inductor, "compile_graph", run_by_eager(compiled))
+
+
+def refuse_to_compile(monkeypatch):
+    """Have Inductor fail at each group."""
+
+    def refuse(*_):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(_inductor, "compile_graph", refuse)

@@ -100,6 +100,12 @@ def takes_seed(node: fx.Node) -> bool:
     return node.target is torch.ops.prims.inductor_lookup_seed.default
 
 
+def draws(node: fx.Node) -> bool:
+    """Return whether a node makes random numbers, which eager makes without regard to the seed."""
+    tags = getattr(node.target, "tags", ())
+    return "inductor_rand" in str(node.target) or torch.Tag.nondeterministic_seeded in tags
+
+
 def propagate(module: fx.GraphModule, mode: Any) -> None:
     """Renew the fake tensors of a graph's nodes, from those of its inputs."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp

@@ -91,8 +91,9 @@ class Checkpointable(ReportingModule):
         `rotor.graph.Machine` estimates them, a `rotor.graph.Profile`, or the path of one, holds
         measures of another machine: then nothing is run before the first step.
     backend
-        For graphs, what runs their operations: "fx", PyTorch's own operators, or "inductor", which
-        fuses and compiles them before planning: each kernel is one operation (docs/graph.md).
+        For graphs, what runs their operations: "fx", PyTorch's own operators, "inductor", which
+        fuses and compiles them before planning: each kernel is one operation, or "auto", which
+        measures both, and keeps to the faster one at all limits (docs/graph.md).
     verify
         Steps in which recomputed values are compared, bit for bit, with the values computed
         first: "first", the first 3 of every plan; "always"; a number n, every n-th too; "off".

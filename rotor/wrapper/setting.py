@@ -17,7 +17,7 @@ from rotor.engines.peers import Peers, SharingRanks
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.units import parse_bytes
 
-BACKENDS = ("fx", "inductor")
+BACKENDS = ("fx", "inductor", "auto")
 """Accepted values of ``backend=``."""
 
 
@@ -61,10 +61,10 @@ def check_backend(backend: str, engine: str, model: nn.Module) -> None:
     """Raise ValueError for an unknown backend, or one that compiles where nothing is captured."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}, expected one of {', '.join(BACKENDS)}")
-    if backend == "inductor":
+    if backend != "fx":
         if engine in ("chain", "dynamic"):
             raise ValueError(
-                f'backend="inductor" compiles captured graphs, and engine="{engine}" has none: '
+                f'backend="{backend}" compiles captured graphs, and engine="{engine}" has none: '
                 'use engine="graph"'
             )
         inductor.check({parameter.device.type for parameter in model.parameters()})
@@ -169,6 +169,8 @@ def _refusal_to_share(settings: Settings) -> str:
         refused = 'engine="dynamic" decides while a step runs, and has no plan'
     elif settings.counts == "reserved":
         refused = 'counts="reserved" depends on the allocator of one process'
+    elif settings.backend == "auto":
+        refused = 'backend="auto" follows the times of one process'
     elif settings.graph_class is not None:
         refused = "the budgets of rotor.rockmate are those of one process"
     return refused

@@ -166,7 +166,9 @@ def check_exact(model):
 
 def test_unknown_backends_are_refused_with_the_known_ones():
     model = Tiny()
-    with pytest.raises(ValueError, match="unknown backend 'triton', expected one of fx, inductor"):
+    with pytest.raises(
+        ValueError, match="unknown backend 'triton', expected one of fx, inductor, auto"
+    ):
         rotor.Checkpointable(model, mem_limit="1GB", backend="triton")
 
 

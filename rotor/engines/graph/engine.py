@@ -31,6 +31,7 @@ from rotor.engines.contract import (
 from rotor.engines.graph.calls import captured_key, check_arguments, gives_plain_outputs, run_once
 from rotor.engines.graph.capture import Capture, Captured, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
+from rotor.engines.graph.choosing import Choices, choose_groups
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
@@ -38,7 +39,7 @@ from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import each, loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.shapes import ShapeStep
-from rotor.engines.graph.sizing import Sizing, leaf_names, warn_unrepeatable
+from rotor.engines.graph.sizing import Sizing, kind_of, leaf_names, warn_unrepeatable
 from rotor.engines.graph.tracing.collectives import groups_of
 from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.engines.proofs import StepProof
@@ -48,6 +49,7 @@ from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
 from rotor.graph.program import Program
 from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.report.text import Text
 from rotor.tier.offload import check_device
 from rotor.units import format_bytes
 
@@ -88,6 +90,7 @@ class GraphEngine(MeteredEngine):
         self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
+        self.choices = Choices()
         self.improver = Improver(context, self.steps, self.sizing.families)
         context.searches.add(self.improver)
         self.searches = self.improver if self.improves else None
@@ -99,10 +102,15 @@ class GraphEngine(MeteredEngine):
         """
         settings = self.settings
         check_options(options)
-        if settings.engine != "auto" or settings.backend == "inductor":
+        if settings.engine != "auto" or settings.backend != "fx":
             refuse_sharded(self.context.module)
         check_generator(self.context)
         settings.profile = source_of(settings.profile)
+        if settings.backend == "auto" and settings.profile != MEASURED:
+            raise ValueError(
+                'backend="auto" compares times that are measured here, and profile= has those of '
+                'another machine: give backend="fx" or "inductor"'
+            )
 
     # -- measuring
 
@@ -135,11 +143,12 @@ class GraphEngine(MeteredEngine):
             check_device(self.settings.offload.tier, self.context.device_of(call))
         values = PlainValues.of(key.measured)
         inputs = values.inputs
-        reason = "a number among the arguments changes" if inputs else self._one_shape_reason()
+        reason = "a number among the arguments changes" if inputs else self._one_shape_reason(key)
         if self.follows_shapes and reason:
             self.sizing.captured_separately(key, arguments, reason)
         elif self.follows_shapes:
-            step = self.sizing.step(key, loss_fn, arguments, call, self._new_capture, self.steps)
+            make = partial(self._new_capture, self._backend(key))
+            step = self.sizing.step(key, loss_fn, arguments, call, make, self.steps)
             if step is not None:
                 for measured, known in self.steps.items():
                     if known.shares_shapes:
@@ -151,7 +160,7 @@ class GraphEngine(MeteredEngine):
             try:
                 expressions = leaf_expressions(arguments) if inputs else []
                 numbers = [name for k in inputs if (name := expressions[k])]
-                capture, found = self._captured(loss_fn, call, numbers)
+                taken = self._captured(loss_fn, call, numbers, self._backend(key))
             except CaptureError as error:
                 if inputs:
                     values.reads.keep_constant(inputs)
@@ -162,42 +171,53 @@ class GraphEngine(MeteredEngine):
                 self._note_reads(key, None, call)
                 release(error)
                 raise CannotPlan(error) from None
+        if self._asks_for_choice(key):
+            compiled = partial(self._captured, loss_fn, call, numbers, "inductor")
+            kind, device = kind_of(key.measured), self.context.device_of(call)
+            taken = self.choices.of(kind, taken, device, compiled)
         self.improver.count_capture(begun)
-        return self._profiled(key, capture, found, call, loss_captured=loss_fn is not None)
+        return self._profiled(key, *taken, call, loss_captured=loss_fn is not None)
 
-    def _one_shape_reason(self) -> str:
+    def _backend(self, key: Key) -> str:
+        """Return what runs a kind of step: operators too, before the choice of "auto"."""
+        backend = self.settings.backend
+        return backend if backend != "auto" else self.choices.known(kind_of(key.measured)) or "fx"
+
+    def _asks_for_choice(self, key: Key) -> bool:
+        is_known = bool(self.choices.known(kind_of(key.measured)))
+        return self.settings.backend == "auto" and not is_known
+
+    def _one_shape_reason(self, key: Key) -> str:
         """Return the reason why no plan holds for several shapes; empty without one."""
-        if self.settings.backend == "inductor":
+        if self._backend(key) == "inductor":
             return "Inductor's kernels are compiled for one shape"
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
 
-    def _new_capture(self, numbers: Collection[str] = ()) -> Capture:
-        return Capture(
-            fresh(_call), self.settings.backend, branches=self._branches, numbers=numbers
-        )
+    def _new_capture(self, backend: str, numbers: Collection[str] = ()) -> Capture:
+        return Capture(fresh(_call), backend, branches=self._branches, numbers=numbers)
 
     def _captured(
-        self, loss_fn: Any, call: Call, numbers: Collection[str]
+        self, loss_fn: Any, call: Call, numbers: Collection[str], backend: str
     ) -> tuple[Capture, Unplanned]:
         try:
-            return self._captured_once(loss_fn, call, numbers)
+            return self._captured_once(loss_fn, call, numbers, backend)
         except CaptureError as error:
             # Modules that prepare themselves in their first forward can be captured after it.
             if not run_once(self.context.module, *call.arguments):
                 raise error from None
             release(error)
-            return self._captured_once(loss_fn, call, numbers)
+            return self._captured_once(loss_fn, call, numbers, backend)
 
     def _captured_once(
-        self, loss_fn: Any, call: Call, numbers: Collection[str]
+        self, loss_fn: Any, call: Call, numbers: Collection[str], backend: str
     ) -> tuple[Capture, Unplanned]:
         """Capture a call; in branches for compiled code if plain ones cannot be captured."""
         given = (self.context.module, loss_fn, *call.arguments, call.targets)
         refused: CaptureError | None = None
         while True:
-            capture = self._new_capture(numbers)
+            capture = self._new_capture(backend, numbers)
             try:
                 found = capture.reach(*given)
                 break
@@ -226,6 +246,8 @@ class GraphEngine(MeteredEngine):
         if self.primals is not None:
             self.primals[:] = found.primals
         try:
+            if self.settings.backend == "auto":
+                choose_groups(lowered, device, found.primals)
             with progress(1, "measuring the operations") as update:
                 if source == MEASURED and self._is_improving():
                     known = (lowered, device, found.primals)
@@ -264,8 +286,8 @@ class GraphEngine(MeteredEngine):
 
     @property
     def remarks(self) -> Sequence[Any]:
-        """Note on the shapes of the calls, and the captures and plans that they share."""
-        return self.sizing.remarks()
+        """Notes on the shapes of the calls and what they share, and on the choice of a backend."""
+        return [*self.sizing.remarks(), *map(Text, self.choices.texts.values())]
 
     # -- planning
 
@@ -379,13 +401,26 @@ class GraphEngine(MeteredEngine):
         except InfeasibleError as error:
             doubtful = self._agreed(step.doubtful_tangents)
             if not doubtful:
-                raise self.sizing.too_large(step, key, limit_bytes, error) from None
+                raise self._too_large(step, key, limit_bytes, error) from None
         # The first step is metered, and shows which outputs have a gradient.
         step = step.base.variant(step.existing, doubtful)
         try:
             return plan_of(step)
         except InfeasibleError as error:
-            raise self.sizing.too_large(step, key, limit_bytes, error) from None
+            raise self._too_large(step, key, limit_bytes, error) from None
+
+    def _too_large(
+        self, step: CapturedStep, key: Key, limit: int, error: InfeasibleError
+    ) -> InfeasibleError:
+        """Return the error for a step that fits in no plan."""
+        error = self.sizing.too_large(step, key, limit, error)
+        if self.settings.backend != "auto" or self._backend(key) != "inductor":
+            return error
+        return InfeasibleError(
+            f'{error.args[0]}. backend="auto" took Inductor\'s kernels, which all limits keep to: '
+            'backend="fx" may need less',
+            *error.args[1:],
+        )
 
     def _found(
         self, step: CapturedStep, key: Key, limit_bytes: int, reserve_bytes: int, solve: Any

@@ -258,31 +258,32 @@ class Family:
         return "\n".join(lines)
 
 
+def kind_of(measured: Any) -> Any:
+    """Return what calls that differ in the sizes of tensors only have in common."""
+    spec, leaves, *rest = measured
+    kinds = [
+        (len(leaf[0]), *leaf[2:])
+        if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)
+        else leaf
+        for leaf in leaves
+    ]
+    return (spec, tuple(kinds), *rest)
+
+
 class Families(dict[Any, Family]):
     """Families of the calls of one model."""
 
-    @staticmethod
-    def _key(measured: Any) -> Any:
-        spec, leaves, *rest = measured
-        kinds = [
-            (len(leaf[0]), *leaf[2:])
-            if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size)
-            else leaf
-            for leaf in leaves
-        ]
-        return (spec, tuple(kinds), *rest)
-
     def of(self, measured: Any) -> Family | None:
         """Return the family of a kind of step, if it has one."""
-        return self.get(self._key(measured)) if self else None
+        return self.get(kind_of(measured)) if self else None
 
     def drop(self, measured: Any) -> None:
         """Forget the family of a kind of step."""
-        del self[self._key(measured)]
+        del self[kind_of(measured)]
 
     def joined(self, measured: Any, module: nn.Module, arguments: Any) -> Family:
         """Return the family of a call, made if it is new."""
-        key = self._key(measured)
+        key = kind_of(measured)
         if key not in self:
             self[key] = Family(leaf_names(module, arguments))
         return self[key]

@@ -6,6 +6,7 @@ Alike layers thus share a group, which is compiled once, when it is first needed
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import time
@@ -18,6 +19,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from rotor._pytorch import core, inductor
+from rotor.engines.graph.tracing.false_edges import identities_of
 
 logger = logging.getLogger("rotor")
 
@@ -28,11 +30,21 @@ class Group:
     """Function of tensors that is compiled at its first call.
 
     It returns a tensor, or a tuple of several. `module` is its graph, and `values` are its inputs
-    as fake tensors of the mode.
+    as fake tensors of the mode. `can_part` is true if its operators, run one by one, give results
+    that repeat, in memory of their own.
     """
 
-    def __init__(self, key: str, module: fx.GraphModule, values: Sequence[Any], mode: Any) -> None:
-        self.key = key
+    def __init__(
+        self,
+        key: str,
+        module: fx.GraphModule,
+        values: Sequence[Any],
+        mode: Any,
+        *,
+        can_part: bool = False,
+    ) -> None:
+        self.key, self.can_part = key, can_part
+        self.graph = copy.deepcopy(module.graph)
         self.text = str(module.graph)
         calls = [node for node in module.graph.nodes if node.op == "call_function"]
         self.operators = tuple([str(node.target) for node in calls])
@@ -41,7 +53,7 @@ class Group:
         """Time of compiling; None before it."""
         self._graph: tuple[fx.GraphModule, Sequence[Any], Any] | None = (module, values, mode)
         returned: Any = module.graph.output_node().args[0]
-        self._returns_one = len(returned) == 1
+        self.returns_one = len(returned) == 1
         self._run: Callable[[list[Any]], Any] | None = None
         self.__name__ = f"group_{key}"
 
@@ -69,7 +81,28 @@ class Group:
             self.prepare()
             assert self._run is not None
         made = self._run(list(tensors))
-        return made[0] if self._returns_one else tuple(made)
+        return made[0] if self.returns_one else tuple(made)
+
+
+class Operators:
+    """A group that runs as its operators, one by one; nothing is compiled."""
+
+    def __init__(self, group: Group) -> None:
+        self._name, self.__name__ = f"operators.{group.key}", group.__name__
+        self._run = fx.GraphModule({}, group.graph).forward
+        self._returns_one = group.returns_one
+
+    def __repr__(self) -> str:
+        """Return the name by which costs are kept."""
+        return self._name
+
+    def __deepcopy__(self, memo: Any) -> Operators:
+        return self
+
+    def __call__(self, *tensors: Any) -> Any:
+        """Return the results for inputs of the layouts that the group was made for."""
+        made = self._run(*tensors)
+        return made[0] if self._returns_one else made
 
 
 _known: WeakValueDictionary[str, Group] = WeakValueDictionary()
@@ -113,8 +146,17 @@ def group_of(
     if found is None:
         mode = core.fake_mode_of([*results, *inputs])
         values = _fakes(inputs, mode)
-        found = _known[key] = Group(key, fx.GraphModule({}, graph), values, mode)
+        module = fx.GraphModule({}, graph)
+        can_part = not any(map(inductor.draws, members)) and _are_apart(results, inputs)
+        found = _known[key] = Group(key, module, values, mode, can_part=can_part)
     return found
+
+
+def _are_apart(results: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> bool:
+    """Return whether no result shares its memory with another one, or with an input."""
+    made = [identity for node in results for identity in identities_of(node)]
+    given = {identity for node in inputs for identity in identities_of(node)}
+    return len(set(made)) == len(made) and given.isdisjoint(made)
 
 
 def _text(graph: fx.Graph, inputs: Sequence[fx.Node]) -> str:
