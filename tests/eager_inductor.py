@@ -8,6 +8,7 @@ import torch
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from rotor._pytorch import inductor as _inductor
+from rotor._pytorch import symbols
 from rotor.engines.graph.tracing import groups
 
 
@@ -19,7 +20,8 @@ def seeded_random(size, seed, mode, *, align_dtype=None):
 
 def laid_out(made, strides, given):
     """The values of a result in memory of its own, with the strides that were promised."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if made.stride() == strides and made.untyped_storage().data_ptr() not in known:
         return made
     new = torch.empty_strided(made.shape, strides, dtype=made.dtype)
@@ -37,16 +39,21 @@ def run_by_eager(compiled=None):
         for node in module.graph.nodes:
             if node.target is torch.ops.prims.inductor_random.default:
                 node.target = seeded_random
-        strides = [made.stride() for made in promised]
+        names = [symbols.text_of(value) for value in values]
 
         def run(args):
             given = list(args)
             args.clear()
+            sizes = {n: v for n, v in zip(names, given, strict=True) if isinstance(v, int)}
+            strides = [
+                tuple([symbols.evaluated(symbols.text_of(part), sizes) for part in made.stride()])
+                for made in promised
+            ]
             with torch.no_grad():
                 made = torch.fx.Interpreter(module).run(*given)
             return [laid_out(one, s, given) for one, s in zip(made, strides, strict=True)]
 
-        return run
+        return run, ()
 
     return compile_graph
 
@@ -65,3 +72,19 @@ def refuse_to_compile(monkeypatch):
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(_inductor, "compile_graph", refuse)
+
+
+def rely_on_sizes(monkeypatch):
+    """Have Inductor compile kernels that take the sizes of one call for constants."""
+    compile_graph = _inductor.compile_graph
+
+    def compile_relying(module, values, mode):
+        known = len(mode.shape_env.replacements)
+        with _inductor._open(mode.shape_env):
+            for value in values:
+                if symbols.is_symbol(value):
+                    bool(value == symbols.hint_of(value))
+        _inductor._conditions(mode.shape_env, known)
+        return compile_graph(module, values, mode)
+
+    monkeypatch.setattr(_inductor, "compile_graph", compile_relying)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core, dispatch
+from rotor._pytorch import core, dispatch, symbols
 from rotor.errors import CaptureError
 
 _REQUIRED = """
@@ -283,21 +283,50 @@ def _stored(value: Any) -> str:
     return str(buffer.get_name()) if isinstance(buffer, Buffer) else ""
 
 
+def _conditions(environment: Any, known: int) -> tuple[str, ...]:
+    """Return conditions on symbols, on which kernels may rely, as Python's expressions.
+
+    `known` is the number of symbols that had been replaced by numbers before. A ValueError says if
+    a kernel has replaced one.
+    """
+    constants = [s for s, value in environment.replacements.items() if value.is_number]
+    if len(constants) > known:
+        named = ", ".join(f"{s} = {environment.replacements[s]}" for s in constants[known:])
+        raise ValueError(f"a kernel holds only where {named}")
+    return tuple([symbols.text_of_expression(guard.expr) for guard in environment.guards])
+
+
+@contextmanager
+def _open(environment: Any) -> Iterator[None]:
+    """Have conditions on symbols noted, although the guards of the capture are made."""
+    before = environment.frozen
+    environment.frozen = False
+    try:
+        yield
+    finally:
+        environment.frozen = before
+
+
 def compile_graph(
     module: fx.GraphModule, values: Sequence[Any], mode: Any
-) -> Callable[[list[Any]], Any]:
+) -> tuple[Callable[[list[Any]], Any], tuple[str, ...]]:
     """Compile a graph, whose results get the strides of their fake tensors.
 
-    `values` are the inputs as fake tensors of the mode. The code is a function of one list, which
-    it empties.
+    `values` are the inputs as fake tensors of the mode, and sizes that are symbols. The code is a
+    function of one list, which it empties. It relies on the conditions that come with it.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     returned: Any = module.graph.output_node()
     returned.meta["user_visible_output_idxs"] = list(range(len(returned.args[0])))
-    with _compiling(mode), config.patch(_AS_CAPTURED):
+    environment = mode.shape_env if any(map(symbols.is_symbol, values)) else None
+    is_open = core.NOTHING if environment is None else _open(environment)
+    known = [] if environment is None else [*environment.replacements.values()]
+    with _compiling(mode), config.patch(_AS_CAPTURED), is_open:
         compiled: Any = compile_fx_inner(module, list(values), is_backward=False)
     # Without the wrapper for profilers and traces, which takes longer than a small kernel.
     run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
-    return run
+    if environment is None:
+        return run, ()
+    return run, _conditions(environment, sum(value.is_number for value in known))

@@ -55,6 +55,11 @@ def text_of(value: Any) -> str:
     return _printer()(value.node.expr) if isinstance(value, _SYMBOLIC) else repr(value)
 
 
+def text_of_expression(expression: Any) -> str:
+    """Return an expression of symbols, such as a condition, as text."""
+    return _printer()(expression)
+
+
 def symbols_in(value: Any) -> set[str]:
     """Return the names of the symbols on which a number depends."""
     if not isinstance(value, _SYMBOLIC):

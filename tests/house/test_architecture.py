@@ -275,7 +275,11 @@ def test_transparent_modules_touch_only_what_modules_override():
 # tests; everything else is tested by public names.
 PRIVATE_IN_TESTS = {
     "gpu.test_cuda": ["_core"],
-    "eager_inductor": ["_pytorch.inductor", "engines.graph.tracing.groups"],
+    "eager_inductor": [
+        "_pytorch.inductor",
+        "_pytorch.symbols",
+        "engines.graph.tracing.groups",
+    ],
     "installed": ["_core"],
     "oracles.dtr_operators": ["_pytorch.core", "_pytorch.dispatch", "dtr.recall", "dtr.runtime"],
     "published.test_rockmate": ["rockmate"],

@@ -143,7 +143,7 @@ class GraphEngine(MeteredEngine):
             check_device(self.settings.offload.tier, self.context.device_of(call))
         values = PlainValues.of(key.measured)
         inputs = values.inputs
-        reason = "a number among the arguments changes" if inputs else self._one_shape_reason(key)
+        reason = "a number among the arguments changes" if inputs else self._one_shape_reason()
         if self.follows_shapes and reason:
             self.sizing.captured_separately(key, arguments, reason)
         elif self.follows_shapes:
@@ -187,10 +187,8 @@ class GraphEngine(MeteredEngine):
         is_known = bool(self.choices.known(kind_of(key.measured)))
         return self.settings.backend == "auto" and not is_known
 
-    def _one_shape_reason(self, key: Key) -> str:
+    def _one_shape_reason(self) -> str:
         """Return the reason why no plan holds for several shapes; empty without one."""
-        if self._backend(key) == "inductor":
-            return "Inductor's kernels are compiled for one shape"
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"

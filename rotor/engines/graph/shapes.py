@@ -30,6 +30,7 @@ from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, work_of
 from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.searching import KnownOrders, Order, program_of
+from rotor.engines.graph.tracing.groups import groups_among
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
@@ -220,6 +221,13 @@ class SymbolicGraph:
     def total(self, values: Values) -> int:
         """Return the bytes of all storages at a shape."""
         return max(int(self.sizes.of(values)[0].sum()), 1)
+
+    def broken_at(self, values: Sequence[int]) -> str:
+        """Return a condition of its kernels that does not hold at a shape; empty if all do."""
+        scope = dict(zip(self.sizes.names, values, strict=True))
+        groups = groups_among(task.node for task in self.captured.lowered.tasks)
+        found = dict.fromkeys(text for group in groups for text in group.conditions)
+        return next((text for text in found if not symbols.evaluated(text, scope)), "")
 
     # -- steps
 

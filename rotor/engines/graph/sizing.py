@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, symbols
+from rotor.common.frames import release
 from rotor.common.progress import progress
 from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
+from rotor.engines.graph.choosing import choose_groups
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.recorded import MEASURED, price
@@ -153,8 +155,14 @@ class Family:
             self.refusal = f"the capture with symbols failed: {' ... '.join(shown)}"
             return None
         captured = found.captured
-        if self.graph_of(captured) is not None:
-            return found
+        known = self.graph_of(captured)
+        if known is not None:
+            broken = known.broken_at(origin_values(captured.lowered, found.primals))
+            if not broken:
+                return found
+            self.constants[broken] = f"kernels hold only where {broken}"
+            found.drop()
+            return None
         constants = self._constants(captured, found.primals, leaves, differing)
         self.constants.update(constants)
         if not captured.lowered.symbols:
@@ -363,10 +371,16 @@ class Sizing:
         device = context.device_of(call)
         # Without better plans later a seed decides alone: no programs are read from disk.
         orders = partial(KnownOrders, device=device, has_tier=settings.offload is not None)
-        primals, known = found.primals, [(m, steps.get(m)) for m in family.shapes]
+        captured, primals = found.captured, found.primals
+        known = [(m, steps.get(m)) for m in family.shapes]
         alone = {m: step for m, step in known if step is not None and not step.shares_shapes}
 
         def priced(lowered: Lowered) -> list[Cost]:
+            if settings.backend == "auto":
+                choose_groups(lowered, device, primals)
+                for task, plain in zip(captured.lowered.tasks, lowered.tasks, strict=True):
+                    if task.node is not None and plain.node is not None:
+                        task.node.target = plain.node.target
             with progress(1, "measuring the operations") as update:
                 return price(settings.profile, lowered, device, primals, progress=update)
 
@@ -384,6 +398,12 @@ class Sizing:
                 known=orders if context.may_improve_plans() else None,
                 offload=settings.offload,
             )
+        except CaptureError as error:
+            # A kernel cannot be compiled for all sizes.
+            family.refusal = str(error).splitlines()[-1]
+            family.separate_count += 1
+            release(error)
+            return None
         finally:
             found.drop()
         steps[key.measured] = made
@@ -408,9 +428,12 @@ class Sizing:
         graph = None if family is None else family.graph_of(found.captured)
         if graph is None:
             return None
-        made = graph.step(tuple(origin_values(found.captured.lowered, found.primals)))
+        values = tuple(origin_values(found.captured.lowered, found.primals))
         found.drop()
-        return made
+        broken = graph.broken_at(values)
+        if broken:
+            raise CannotPlan(CaptureError(f"kernels hold only where {broken}"))
+        return graph.step(values)
 
     def _join(
         self,
@@ -423,7 +446,7 @@ class Sizing:
         context, graph = self.context, made.symbolic
         for measured in alone:
             there = graph.values_at(family.shapes[measured])
-            if there is None or there == made.values:
+            if there is None or there == made.values or graph.broken_at(there):
                 continue
             if measured in context.learned_loss:
                 graph.losses[there] = context.learned_loss[measured]

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, inductor, symbols
+from rotor._pytorch.symbols import symbols_in
 from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph.tracing import marks
 from rotor.engines.graph.tracing.false_edges import identities_of
@@ -92,6 +93,40 @@ def _makes_nothing(node: fx.Node) -> bool:
     value = node.meta.get("val")
     is_call = node.op == "call_function"
     return is_call and not (result_tensors(value) or symbols.is_symbol(value))
+
+
+def _is_number(node: fx.Node) -> bool:
+    return symbols.is_symbol(node.meta.get("val"))
+
+
+def _parts(node: fx.Node) -> list[Any]:
+    """Return the numbers that describe a node's result: itself, or sizes, strides and offsets."""
+    value = node.meta.get("val")
+    if _is_number(node):
+        return [value]
+    tensors = [tensor for tensor in result_tensors(value) if symbols.has_symbols(tensor)]
+    return [part for t in tensors for part in (*t.shape, *t.stride(), t.storage_offset())]
+
+
+def _symbols(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return the nodes of the symbols by name: inputs, or sizes of inputs, which are added."""
+    found: dict[str, fx.Node] = {}
+    inputs = graph.find_nodes(op="placeholder")
+    for node in filter(_is_number, inputs):
+        value = node.meta["val"]
+        if symbols_in(value) == {symbols.text_of(value)}:
+            found.setdefault(symbols.text_of(value), node)
+    first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    for node in inputs:
+        for tensor in result_tensors(node.meta.get("val")):
+            for dimension, size in enumerate(tensor.shape):
+                name = symbols.text_of(size)
+                if symbols_in(size) == {name} and name not in found:
+                    with graph.inserting_before(first):
+                        place = (node, dimension)
+                        found[name] = graph.call_function(torch.ops.aten.sym_size.int, place)
+                    found[name].meta["val"] = size
+    return found
 
 
 def _checks(graph: fx.Graph) -> list[fx.Node]:
@@ -225,6 +260,8 @@ class _Grouping:
         for node in [*self.kernels]:
             if node in self.views or self._is_leaf(node):
                 del self.kernels[node]
+        self.symbols = _symbols(merged.graph)
+        """Nodes of the sizes that are symbols, by the names of these."""
         self.stored: set[fx.Node]
         """Results that groups store."""
         self._store_all()
@@ -242,7 +279,7 @@ class _Grouping:
 
     def _is_leaf(self, node: fx.Node) -> bool:
         """Return whether groups take a node as their input, and never compute it."""
-        is_given = node.op in ("placeholder", "get_attr")
+        is_given = node.op in ("placeholder", "get_attr") or _is_number(node)
         return is_given or node in self.libraries or node in self.merged.seeds
 
     def _bases(self, node: fx.Node) -> list[fx.Node]:
@@ -347,7 +384,7 @@ class _Grouping:
             return self.kernels[node]
         while node.target is getitem:
             node = node.args[0]  # type: ignore[assignment]
-        return node if node.op == "call_function" else None
+        return node if node.op == "call_function" and not _is_number(node) else None
 
     def _ordered(
         self, units: dict[Unit, list[fx.Node]], waits: dict[Unit, set[Unit]]
@@ -382,6 +419,9 @@ class _Grouping:
         known: dict[fx.Node, fx.Node] = {}
         for node in merged.graph.find_nodes(op="placeholder"):
             known[node] = graph.node_copy(node)
+        for node in self.symbols.values():
+            if node not in known:
+                known[node] = graph.node_copy(node, known.__getitem__)
         reference = partial(self._reference, graph, known)
         for results in self.units().values():
             if results[0] in self.stored:
@@ -393,10 +433,19 @@ class _Grouping:
         return graph
 
     def _reference(self, graph: fx.Graph, known: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-        """Return the written node for a node; write views, which cost nothing."""
-        if node not in known:
+        """Return the written node for a node; write views and sizes, which cost nothing."""
+        if node not in known and _is_number(node):
+            known[node] = self._number(graph, known, node.meta["val"])
+        elif node not in known:
             known[node] = graph.node_copy(node, partial(self._reference, graph, known))
         return known[node]
+
+    def _number(self, graph: fx.Graph, known: dict[fx.Node, fx.Node], value: Any) -> fx.Node:
+        """Write a size that depends on symbols, as a function of the graph's inputs alone."""
+        scope = {name: known[self.symbols[name]] for name in sorted(symbols_in(value))}
+        written = graph.call_function(symbols.evaluated, (symbols.text_of(value), scope))
+        written.meta["val"] = value
+        return written
 
     def _write_call(self, graph: fx.Graph, known: dict[fx.Node, fx.Node], node: fx.Node) -> None:
         known[node] = graph.node_copy(node, partial(self._reference, graph, known))
@@ -413,6 +462,10 @@ class _Grouping:
             computed, read = self.reads(result)
             members.update(dict.fromkeys(computed))
             inputs.update(dict.fromkeys(read))
+        named = [*members, *inputs]
+        found = {name for node in named for part in _parts(node) for name in symbols_in(part)}
+        sizes = [self.symbols[name] for name in sorted(found)]
+        inputs = dict.fromkeys([*sizes, *inputs])
         group = group_of(list(members), list(inputs), results)
         given = tuple(self._reference(graph, known, node) for node in inputs)
         call = graph.create_node("call_function", group, given, name=_name(results))

@@ -51,6 +51,8 @@ class Group:
         """Operators in it, the same for groups that differ in sizes and constants only."""
         self.seconds: float | None = None
         """Time of compiling; None before it."""
+        self.conditions: tuple[str, ...] = ()
+        """Conditions on sizes that are symbols, on which the compiled code relies."""
         self._graph: tuple[fx.GraphModule, Sequence[Any], Any] | None = (module, values, mode)
         returned: Any = module.graph.output_node().args[0]
         self.returns_one = len(returned) == 1
@@ -70,7 +72,7 @@ class Group:
             return
         begun = time.perf_counter()
         with inductor.explained():
-            self._run = inductor.compile_graph(*self._graph)
+            self._run, self.conditions = inductor.compile_graph(*self._graph)
         self._graph = None
         self.seconds = time.perf_counter() - begun
         logger.debug("%r compiled by Inductor in %.3g s", self, self.seconds)
@@ -182,5 +184,7 @@ def _fakes(inputs: Sequence[fx.Node], mode: Any) -> list[Any]:
     with mode:
         return [
             torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            if isinstance(value, torch.Tensor)
+            else value
             for value in values
         ]
