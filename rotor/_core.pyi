@@ -308,6 +308,7 @@ class Dataflow:
         fixed: Any,
         lazy: Any,
         light_bytes: Any,
+        clock: Any,
         /,
     ) -> Dataflow: ...
     def simulate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -67,8 +68,11 @@ def training_graph(seed: int, layers: int, *, plain: bool = True) -> Graph:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, most: int = 8, *, plain: bool = True) -> Graph:
-    """Any small graph, all phases and flags; tapes and negative workspaces unless it is `plain`."""
+def graphs(draw: st.DrawFn, most: int = 8, *, plain: bool = True, homes: bool = False) -> Graph:
+    """Any small graph, all phases and flags; tapes and negative workspaces unless it is `plain`.
+
+    With `homes`, some operations read from a second tier, or write to it.
+    """
     count = draw(st.integers(1, most))
     storages: list[Storage] = []
     operations = []
@@ -103,4 +107,17 @@ def graphs(draw: st.DrawFn, most: int = 8, *, plain: bool = True) -> Graph:
                 light_bytes=draw(st.sampled_from([0, 2, -least])) if has_tape else None,
             )
         )
+    if homes:
+        operations = [_with_clock(draw, op, storages) for op in operations]
     return Graph(storages, None, operations)
+
+
+def _with_clock(draw: st.DrawFn, op: Operation, storages: list[Storage]) -> Operation:
+    if op.phase == "loss" or draw(st.booleans()):
+        return op
+    if not op.outputs:
+        return replace(op, clock="write", once=True)
+    if len(op.outputs) > 1:
+        return op
+    storages[op.outputs[0]] = replace(storages[op.outputs[0]], pinned=False)
+    return replace(op, clock="read", inputs=(), once=False, random=False)

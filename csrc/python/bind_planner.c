@@ -18,12 +18,12 @@ typedef struct {
 #define DATAFLOW_ARRAYS(entry)                                                                     \
     entry(cost_ns) entry(workspace_bytes) entry(phase) entry(flags) entry(input_start)             \
         entry(inputs) entry(output_start) entry(outputs) entry(storage_bytes) entry(pinned)        \
-            entry(fixed) entry(lazy) entry(light_bytes)
+            entry(fixed) entry(lazy) entry(light_bytes) entry(clock)
 
 #define AS_TEXT(name) #name,
 static const char *const array_names[] = {DATAFLOW_ARRAYS(AS_TEXT)};
 #undef AS_TEXT
-enum { ARRAYS = 13 };
+enum { ARRAYS = 14 };
 
 static int64_t last_of(const Py_buffer *view) {
     return ((const int64_t *)view->buf)[view->shape[0] - 1];
@@ -33,7 +33,7 @@ static int64_t last_of(const Py_buffer *view) {
 static int check_lengths(const Py_buffer *views) {
     Py_ssize_t n = views[0].shape[0];
     for (int k = 1; k < ARRAYS; k++) {
-        Py_ssize_t expected = k < 4 || k == 12   ? n
+        Py_ssize_t expected = k < 4 || k >= 12   ? n
                               : k == 4 || k == 6 ? n + 1
                               : k >= 9           ? views[8].shape[0]
                                                  : views[k].shape[0];
@@ -375,7 +375,7 @@ static PyMemberDef dataflow_members[] = {
 
 PyDoc_STRVAR(dataflow_doc,
              "Dataflow(cost_ns, workspace_bytes, phase, flags, input_start, inputs, output_start, "
-             "outputs, storage_bytes, pinned, fixed, lazy, light_bytes, /)\n--\n\n"
+             "outputs, storage_bytes, pinned, fixed, lazy, light_bytes, clock, /)\n--\n\n"
              "A graph of operations on storages, for programs and the planner.");
 
 static PyType_Slot dataflow_slots[] = {

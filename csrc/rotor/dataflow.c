@@ -12,7 +12,8 @@ static int dataflow_arrays(rotor_dataflow_t *g, int64_t n, int64_t m, int64_t in
     return ROTOR_ARRAYS(is_new,
         ROTOR_ARRAY(g->cost_ns, n), ROTOR_ARRAY(g->workspace_bytes, n),
         ROTOR_ARRAY(g->light_bytes, n), ROTOR_ARRAY(g->output_bytes, n), ROTOR_ARRAY(g->tape, n),
-        ROTOR_ARRAY(g->phase, n), ROTOR_ARRAY(g->flags, n), ROTOR_ARRAY(g->input_start, n + 1),
+        ROTOR_ARRAY(g->phase, n), ROTOR_ARRAY(g->flags, n), ROTOR_ARRAY(g->clock, n),
+        ROTOR_ARRAY(g->input_start, n + 1),
         ROTOR_ARRAY(g->inputs, inputs), ROTOR_ARRAY(g->output_start, n + 1),
         ROTOR_ARRAY(g->outputs, outputs), ROTOR_ARRAY(g->bytes, m), ROTOR_ARRAY(g->pinned, m),
         ROTOR_ARRAY(g->fixed, m), ROTOR_ARRAY(g->lazy, m), ROTOR_ARRAY(g->producer, m),
@@ -56,7 +57,8 @@ static int check_operation(const rotor_dataflow_arrays_t *a, int64_t k) {
         return ROTOR_ERR_TOO_LARGE;
     }
     if (a->phase[k] < ROTOR_PHASE_FORWARD || a->phase[k] > ROTOR_PHASE_BACKWARD || a->flags[k] < 0 ||
-        a->flags[k] > (ROTOR_ONCE | ROTOR_RANDOM)) {
+        a->flags[k] > (ROTOR_ONCE | ROTOR_RANDOM) ||
+        (a->clock != NULL && (a->clock[k] < ROTOR_COMPUTES || a->clock[k] > ROTOR_WRITES))) {
         return ROTOR_ERR_BAD_OPERATION;
     }
     return ROTOR_OK;
@@ -164,6 +166,25 @@ static int add_outputs(rotor_dataflow_t *g, const rotor_dataflow_arrays_t *a, in
                                                                          : ROTOR_OK;
 }
 
+/* True unless operation k reads or writes, and is no such operation. */
+static bool suits_clock(rotor_dataflow_t *g, int32_t k) {
+    int32_t inputs = g->input_start[k + 1] - g->input_start[k];
+    int32_t outputs = g->output_start[k + 1] - g->output_start[k];
+    if (g->clock[k] == ROTOR_COMPUTES) {
+        return true;
+    }
+    if (g->clock[k] == ROTOR_WRITES) {
+        return outputs == 0 && rotor_dataflow_once(g, k);
+    }
+    if (inputs > 0 || outputs != 1 || g->flags[k] != 0) {
+        return false;
+    }
+    int32_t s = g->outputs[g->output_start[k]];
+    g->fixed[s] = 1;
+    g->has_homes = true;
+    return !g->pinned[s] && !g->lazy[s];
+}
+
 static void add_users(rotor_dataflow_t *g, int32_t *cursor) {
     for (int32_t s = 0; s < g->storage_count; s++) {
         g->user_start[s + 1] += g->user_start[s];
@@ -212,10 +233,15 @@ int rotor_dataflow_build(rotor_dataflow_t *self, const rotor_dataflow_arrays_t *
         g.light_bytes[k] = light_of(arrays, k);
         g.phase[k] = (uint8_t)arrays->phase[k];
         g.flags[k] = (uint8_t)(arrays->flags[k] | (g.phase[k] == ROTOR_PHASE_LOSS ? ROTOR_ONCE : 0));
+        g.clock[k] = arrays->clock != NULL ? (uint8_t)arrays->clock[k] : ROTOR_COMPUTES;
         g.total_cost_ns += g.cost_ns[k];
         workspace = rotor_max(workspace, rotor_max(g.workspace_bytes[k], g.light_bytes[k]));
         if ((ret = add_inputs(&g, arrays, k, scratch)) != ROTOR_OK ||
             (ret = add_outputs(&g, arrays, k)) != ROTOR_OK) {
+            goto out;
+        }
+        if (!suits_clock(&g, k)) {
+            ret = ROTOR_ERR_BAD_OPERATION;
             goto out;
         }
     }

@@ -22,6 +22,13 @@ enum rotor_operation_flag {
     ROTOR_RANDOM = 2 /* it may run again, with its own random state */
 };
 
+/* The clock on which the time of an operation passes, where a program has a link to a second tier. */
+enum rotor_clock {
+    ROTOR_COMPUTES = 0,
+    ROTOR_READS = 1, /* of the tier: its one output is ready at the end, and may be read again */
+    ROTOR_WRITES = 2 /* to the tier, once the write that was asked for before is done */
+};
+
 enum rotor_kept {
     ROTOR_KEPT = 1,      /* once made, kept to the end; later copies go at once */
     ROTOR_KEPT_FIRST = 2 /* its first copy is kept to the end; later ones go with their last use */
@@ -45,6 +52,7 @@ typedef struct {
     const int64_t *fixed;  /* 1: never moved to a second tier; NULL: none */
     const int64_t *lazy;   /* 1: the tape of its operation; NULL: none */
     const int64_t *light_bytes; /* workspace of a run without its tape; NULL: as with it */
+    const int64_t *clock;       /* enum rotor_clock; NULL: all compute */
 } rotor_dataflow_arrays_t;
 
 typedef struct {
@@ -58,6 +66,7 @@ typedef struct {
     int32_t *tape;         /* the lazy output of an operation, -1 for none */
     uint8_t *phase;
     uint8_t *flags;
+    uint8_t *clock;
     int32_t *input_start;
     int32_t *inputs; /* each once */
     int32_t *output_start;
@@ -71,7 +80,8 @@ typedef struct {
     int32_t *users;      /* operations, ascending */
     int64_t total_cost_ns; /* every operation once */
     int64_t total_bytes;   /* all storages and the largest workspace */
-    bool is_plain; /* no tapes, no negative workspaces, none of ROTOR_KEPT_FIRST */
+    bool has_homes; /* some operation reads from the tier */
+    bool is_plain;  /* no tapes, no negative workspaces, none of ROTOR_KEPT_FIRST */
 } rotor_dataflow_t;
 
 void rotor_dataflow_init(rotor_dataflow_t *self);
@@ -82,7 +92,8 @@ void rotor_dataflow_free(rotor_dataflow_t *self);
  * ROTOR_ERR_NEGATIVE_SIZE (a workspace below minus the outputs of its run too), ROTOR_ERR_NEGATIVE_TIME,
  * ROTOR_ERR_TOO_LARGE (ROTOR_MAX_VALUE), ROTOR_ERR_OVERFLOW (sums); ROTOR_ERR_BAD_OPERATION for an index,
  * phase or flag out of range, for a phase after a later one, and for a second tape of an operation or one
- * that is pinned;
+ * that is pinned; for one that reads and has inputs, flags, or another output than one that is neither pinned
+ * nor a tape, or that writes and has outputs, or may run again;
  * ROTOR_ERR_NO_INPUT for an input that no earlier operation makes; ROTOR_ERR_TWICE for a storage
  * made twice; ROTOR_ERR_INCOMPLETE for a storage that no operation makes.
  */
@@ -103,6 +114,17 @@ int64_t rotor_dataflow_freed_bytes(const rotor_dataflow_t *self, int32_t storage
 
 /* Sets all times to 1 ns and those of the bytes made, none where `bytes_per_ns` is 0. */
 void rotor_dataflow_time_by_bytes(rotor_dataflow_t *self, int64_t bytes_per_ns);
+
+/* True for a storage that is at home in the second tier: an operation that reads makes it. */
+static inline bool rotor_dataflow_is_home(const rotor_dataflow_t *self, int32_t storage) {
+    return self->clock[self->producer[storage]] == ROTOR_READS;
+}
+
+/* The time of a run on the clock of computing. */
+static inline int64_t rotor_dataflow_run_ns(const rotor_dataflow_t *self, int32_t operation,
+                                            bool has_link) {
+    return has_link && self->clock[operation] != ROTOR_COMPUTES ? 0 : self->cost_ns[operation];
+}
 
 static inline bool rotor_dataflow_once(const rotor_dataflow_t *self, int32_t operation) {
     return (self->flags[operation] & ROTOR_ONCE) != 0;

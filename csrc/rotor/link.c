@@ -62,6 +62,10 @@ void rotor_link_times(const rotor_link_t *self, const rotor_dataflow_t *graph, i
         bool moves = rotor_link_moves(self, graph, s);
         write_ns[s] = moves ? rotor_link_write_ns(self, graph->bytes[s]) : -1;
         read_ns[s] = moves ? rotor_link_read_ns(self, graph->bytes[s]) : -1;
+        if (rotor_dataflow_is_home(graph, s)) {
+            write_ns[s] = 0;
+            read_ns[s] = graph->cost_ns[graph->producer[s]];
+        }
     }
 }
 
@@ -82,4 +86,9 @@ int64_t rotor_clocks_fetch(rotor_clocks_t *self, const rotor_link_t *link, int64
         self->write_free = self->read_free;
     }
     return self->read_free;
+}
+
+void rotor_clocks_put(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns) {
+    self->now = rotor_max(self->now, self->put_end);
+    self->put_end = ns == 0 ? self->now : rotor_clocks_write(self, link, ns);
 }

@@ -6,7 +6,9 @@
  * nanoseconds, rounded up. Computing goes on meanwhile and waits only for what it needs:
  *   - a run begins when the computing before it and the fetches of its inputs are done;
  *   - a write is asked for when the run ends that makes the storage; its finish waits for it;
- *   - a fetch is asked for when computing reaches it, and begins after the storage was written.
+ *   - a fetch is asked for when computing reaches it, and begins after the storage was written;
+ *   - a run of ROTOR_READS is a fetch, of what was written before the program began;
+ *   - a run of ROTOR_WRITES waits for the write of the one before it, and asks for its own.
  */
 #ifndef ROTOR_LINK_H
 #define ROTOR_LINK_H
@@ -53,6 +55,7 @@ typedef struct {
     int64_t now;        /* of computing */
     int64_t write_free; /* when the queue of writes is empty */
     int64_t read_free;  /* the same as write_free where the link is not duplex */
+    int64_t put_end;    /* when the write is done that a run asked for last */
     int64_t link_ns;    /* of all transfers */
     int64_t compute_ns; /* of all runs */
 } rotor_clocks_t;
@@ -61,5 +64,7 @@ typedef struct {
 int64_t rotor_clocks_write(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns);
 int64_t rotor_clocks_fetch(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns,
                            int64_t written);
+/* A run of ROTOR_WRITES, which takes so long; 0 for one that only waits. */
+void rotor_clocks_put(rotor_clocks_t *self, const rotor_link_t *link, int64_t ns);
 
 #endif

@@ -180,7 +180,8 @@ static int search_all(joint_t *c, const rotor_planner_options_t *options, int64_
     int ret = find_starts(c, options);
     if (ret == ROTOR_OK && is_twice &&
         ((ret = search_starts(c, moves, false)) != ROTOR_OK ||
-         (best->program.length > 0 && best->cost.time_ns <= c->planner.graph->total_cost_ns))) {
+         (best->program.length > 0 && !c->planner.graph->has_homes &&
+          best->cost.time_ns <= c->planner.graph->total_cost_ns))) {
         return ret;
     }
     ret = ret == ROTOR_OK ? walk_starts(c, options->random_runs) : ret;
@@ -204,7 +205,8 @@ static int plan_with_link(const rotor_dataflow_t *graph, int64_t budget,
     }
     c.planner.stop.done = parts;
     c.planner.stop.step = 1;
-    if (c.planner.best.program.length > 0 && c.planner.best.cost.compute_ns <= graph->total_cost_ns) {
+    if (c.planner.best.program.length > 0 && !graph->has_homes &&
+        c.planner.best.cost.compute_ns <= graph->total_cost_ns) {
         goto out; /* nothing has to run twice */
     }
     ret = search_all(&c, options, moves, is_twice);

@@ -97,14 +97,21 @@ static void tick_run(ticking_t *c, int32_t op, int32_t slot) {
         if (p->moving.actions[s] > 0) {
             int32_t at = rotor_events_below(&p->events[s], slot);
             int32_t before = p->events[s].slots[at - 1];
-            if (rotor_item_is_fetch(g, p->op_at[before])) {
+            if (rotor_item_starts(g, p->op_at[before])) {
                 bool again = is_again(c->blocks, before);
                 c->at.now = rotor_max(
                     c->at.now, (again ? c->blocks->tried_ready : c->blocks->kept_ready)[before]);
             }
         }
     }
-    c->at.now = rotor_link_later(c->at.now, g->cost_ns[op]);
+    if (g->clock[op] == ROTOR_READS) {
+        c->blocks->tried_ready[slot] = rotor_clocks_fetch(&c->at, p->link, g->cost_ns[op], 0);
+        return;
+    }
+    if (g->clock[op] == ROTOR_WRITES) {
+        rotor_clocks_put(&c->at, p->link, g->cost_ns[op]);
+    }
+    c->at.now = rotor_link_later(c->at.now, rotor_dataflow_run_ns(g, op, true));
     for (int32_t j = g->output_start[op]; j < g->output_start[op + 1]; j++) {
         int32_t s = g->outputs[j];
         if (is_written(p, s, slot)) {
@@ -139,7 +146,7 @@ static void tick_block(ticking_t *c, int32_t block) {
         int32_t item = c->slots->op_at[slot];
         bool is_run = rotor_item_is_run(c->slots->graph, item);
         c->at.now = rotor_link_later(c->at.now, moving->before_ns[slot] - passed);
-        passed = moving->before_ns[slot] + (is_run ? c->slots->graph->cost_ns[item] : 0);
+        passed = moving->before_ns[slot] + (is_run ? rotor_dataflow_run_ns(c->slots->graph, item, true) : 0);
         tick(c, slot);
         c->blocks->work += 4;
     }
@@ -176,7 +183,8 @@ void rotor_clock_blocks_keep(rotor_clock_blocks_t *self, rotor_slots_t *slots) {
                (size_t)(count - first) * ROTOR_BLOCK * sizeof(*self->kept_ready));
         for (int32_t k = 0; k < slots->moving.list_count; k++) {
             int32_t s = slots->moving.list[k];
-            if (is_again(self, begun_of(slots, s))) {
+            if (!rotor_dataflow_is_home(slots->graph, s) &&
+                is_again(self, begun_of(slots, s))) {
                 self->kept_written[s] = self->tried_written[s];
             }
         }

@@ -96,7 +96,7 @@ static int suspect_after_action(rotor_edits_t *q, int32_t s, int32_t slot) {
 
 bool rotor_edits_host_fits(const rotor_edits_t *self, int32_t s, int32_t from, int32_t until) {
     const rotor_slots_t *p = &self->slots;
-    if (self->host_budget == INT32_MAX) {
+    if (self->host_budget == INT32_MAX || rotor_dataflow_is_home(p->graph, s)) {
         return true;
     }
     int32_t at = rotor_events_below(&p->events[s], from);
@@ -109,7 +109,7 @@ int rotor_edits_write(rotor_edits_t *self, int32_t s, int32_t below, int32_t nea
     rotor_slots_t *p = &self->slots;
     int32_t finish = rotor_slots_finish(p, s);
     int ret = ROTOR_OK;
-    if (finish >= 0 && finish < below) {
+    if ((finish >= 0 && finish < below) || rotor_dataflow_is_home(p->graph, s)) {
         return ROTOR_OK;
     }
     int32_t at = rotor_events_below(&p->events[s], below);
@@ -193,7 +193,7 @@ static bool settle_by_fetch(rotor_edits_t *q, int32_t slot, int32_t target, int3
         return false;
     }
     int32_t finish = rotor_slots_finish(p, s);
-    bool is_written = finish >= 0 && finish < target;
+    bool is_written = (finish >= 0 && finish < target) || rotor_dataflow_is_home(g, s);
     if (!is_written && !rotor_dataflow_once(g, g->producer[s]) &&
         rotor_random_below(&q->random, 4) > 0) {
         return false;
@@ -203,7 +203,7 @@ static bool settle_by_fetch(rotor_edits_t *q, int32_t slot, int32_t target, int3
     }
     *ret = is_written ? ROTOR_OK : rotor_edits_write(q, s, target, between(q, s, target));
     if (*ret == ROTOR_OK) {
-        *ret = rotor_edits_add(q, target, rotor_item_fetch(g, s));
+        *ret = rotor_edits_add(q, target, rotor_item_start(g, s));
     }
     return true;
 }
@@ -344,7 +344,8 @@ bool rotor_edits_judge(const rotor_edits_t *q, int32_t s, int32_t w, int32_t ove
     int64_t cost = 0;
     int64_t kept = 0;
     int64_t freed = 0;
-    if (at == 0 || size == 0 || rotor_dataflow_once(g, op) ||
+    bool is_fetched = p->link != NULL && rotor_dataflow_is_home(g, s);
+    if (at == 0 || size == 0 || rotor_dataflow_once(g, op) || is_fetched ||
         (at < events->count && events->slots[at] == w)) {
         return false;
     }

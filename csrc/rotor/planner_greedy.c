@@ -360,7 +360,8 @@ static void greedy_release(rotor_greedy_t *g, int32_t s) {
         next_use(g, s) < g->graph->operation_count) {
         return;
     }
-    if (g->is_kept[s] ? let_go(g, s) : !g->setting->keeps_unused) {
+    bool is_home = g->tier.link != NULL && rotor_dataflow_is_home(g->graph, s);
+    if (!is_home && (g->is_kept[s] ? let_go(g, s) : !g->setting->keeps_unused)) {
         take_out(g, s);
     } else if (g->is_kept[s] && g->tier.link != NULL && g->tier.is_written[s]) {
         g->tier.is_away[s] = 1;
@@ -416,7 +417,10 @@ static void run(rotor_greedy_t *g, int32_t op, bool is_planned, bool wants_tape)
     if (is_planned) {
         g->now++;
     }
-    g->tier.clock_ns += graph->cost_ns[op];
+    g->tier.clock_ns += rotor_dataflow_run_ns(graph, op, g->tier.link != NULL);
+    if (g->tier.link != NULL && graph->clock[op] == ROTOR_READS) {
+        rotor_greedy_tier_fetch(&g->tier, graph->outputs[graph->output_start[op]]);
+    }
     for (int32_t j = graph->output_start[op]; j < graph->output_start[op + 1]; j++) {
         int32_t s = graph->outputs[j];
         if (!g->is_live[s] && !(is_light && graph->lazy[s])) {
@@ -475,12 +479,14 @@ static int32_t missing_input(const rotor_greedy_t *g, int32_t op) {
 
 /* Brings s back from the tier. */
 static void greedy_fetch(rotor_greedy_t *g, int32_t s) {
-    greedy_make_room(g, g->graph->bytes[s] + g->tier.link->padding_bytes);
-    append_item(g, rotor_item_fetch(g->graph, s));
+    bool is_home = rotor_dataflow_is_home(g->graph, s);
+    int64_t padding = is_home ? 0 : g->tier.link->padding_bytes;
+    greedy_make_room(g, g->graph->bytes[s] + padding);
+    append_item(g, rotor_item_start(g->graph, s));
     rotor_greedy_tier_fetch(&g->tier, s);
     put_in(g, s);
-    g->tier.is_padded[s] = 1;
-    g->live_bytes += g->tier.link->padding_bytes;
+    g->tier.is_padded[s] = !is_home;
+    g->live_bytes += padding;
 }
 
 static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_t *setting,
@@ -503,13 +509,14 @@ static void greedy_begin(rotor_greedy_t *g, int64_t budget, const rotor_setting_
         g->next_use[s] = -1;
         double freed = (double)rotor_dataflow_freed_bytes(graph, s);
         g->size_score[s] = (float)(setting->size_power * log(freed + 1.0) + noise);
-        g->is_kept[s] = rotor_dataflow_once(graph, graph->producer[s]);
+        g->is_kept[s] = rotor_dataflow_once(graph, graph->producer[s]) ||
+                        (g->tier.link != NULL && rotor_dataflow_is_home(graph, s));
         g->slot[s] = -1;
     }
     memset(g->is_live, 0, (size_t)graph->storage_count);
     memset(g->is_clean, 0, (size_t)graph->storage_count);
     memset(g->locks, 0, (size_t)graph->storage_count * sizeof(*g->locks));
-    rotor_greedy_tier_begin(&g->tier, graph->storage_count);
+    rotor_greedy_tier_begin(&g->tier, graph);
 }
 
 int rotor_greedy_walk(rotor_greedy_t *self, int64_t budget, const rotor_setting_t *setting,

@@ -27,7 +27,8 @@ int rotor_greedy_tier_prepare(rotor_greedy_tier_t *self, const rotor_dataflow_t 
     return ROTOR_OK;
 }
 
-void rotor_greedy_tier_begin(rotor_greedy_tier_t *self, int32_t storage_count) {
+void rotor_greedy_tier_begin(rotor_greedy_tier_t *self, const rotor_dataflow_t *graph) {
+    int32_t storage_count = graph->storage_count;
     self->clock_ns = 0;
     self->writing_ns = 0;
     self->reading_ns = 0;
@@ -35,6 +36,9 @@ void rotor_greedy_tier_begin(rotor_greedy_tier_t *self, int32_t storage_count) {
         memset(self->is_written, 0, (size_t)storage_count);
         memset(self->is_away, 0, (size_t)storage_count);
         memset(self->is_padded, 0, (size_t)storage_count);
+        for (int32_t s = 0; s < storage_count; s++) {
+            self->is_written[s] = rotor_dataflow_is_home(graph, s);
+        }
     }
 }
 

@@ -25,7 +25,7 @@ typedef struct {
 void rotor_greedy_tier_free(rotor_greedy_tier_t *self);
 /* All of these do nothing without a link. */
 int rotor_greedy_tier_prepare(rotor_greedy_tier_t *self, const rotor_dataflow_t *graph);
-void rotor_greedy_tier_begin(rotor_greedy_tier_t *self, int32_t storage_count);
+void rotor_greedy_tier_begin(rotor_greedy_tier_t *self, const rotor_dataflow_t *graph);
 
 static inline bool rotor_greedy_tier_moves(const rotor_greedy_tier_t *self, int32_t s) {
     return self->link != NULL && self->write_ns[s] >= 0;

@@ -41,16 +41,25 @@ static bool touches(const rotor_dataflow_t *graph, int32_t item, int32_t s) {
     return found;
 }
 
+static bool is_of_loss(const rotor_dataflow_t *graph, int32_t item) {
+    return rotor_item_is_run(graph, item) && graph->phase[item] == ROTOR_PHASE_LOSS;
+}
+
 /* Moves the fetch at `at` below the time that leaves it done; that time, or when it begins if later. */
 static int64_t move_fetch(rotor_prefetch_t *q, const rotor_dataflow_t *graph,
                           const rotor_link_t *link, int64_t budget, int32_t at, int64_t before,
                           const int32_t *ops) {
-    int32_t s = rotor_item_storage(graph, ops[at]);
-    int64_t size = graph->bytes[s] + link->padding_bytes;
+    bool is_run = rotor_item_is_run(graph, ops[at]);
+    int32_t s = is_run ? graph->outputs[graph->output_start[ops[at]]]
+                       : rotor_item_storage(graph, ops[at]);
+    int64_t size = graph->bytes[s] + (is_run ? 0 : link->padding_bytes);
+    int64_t ns = is_run ? graph->cost_ns[ops[at]] : rotor_link_read_ns(link, graph->bytes[s]);
+    bool may_pass_loss = !is_run || graph->phase[ops[at]] == ROTOR_PHASE_FORWARD;
     int64_t done = rotor_min(before, q->begin[q->next_use[s] < 0 ? at : q->next_use[s]]);
-    int64_t begin = done - rotor_link_read_ns(link, graph->bytes[s]);
+    int64_t begin = done - ns;
     int32_t to = at;
     while (to > 0 && q->begin[to] > begin && !touches(graph, ops[to - 1], s) &&
+           (may_pass_loss || !is_of_loss(graph, ops[to - 1])) &&
            q->peak[to - 1] + size <= budget) {
         to--;
         q->peak[to] += size;
@@ -86,11 +95,11 @@ int rotor_prefetch(rotor_prefetch_t *self, const rotor_dataflow_t *graph, const 
         int32_t item = program->ops[k];
         self->begin[k] = now;
         self->first[k] = -1;
-        now += rotor_item_is_run(graph, item) ? graph->cost_ns[item] : 0;
+        now += rotor_item_is_run(graph, item) ? rotor_dataflow_run_ns(graph, item, true) : 0;
     }
     memset(self->next_use, -1, (size_t)graph->storage_count * sizeof(*self->next_use));
     for (int32_t k = (int32_t)program->length - 1; k >= 0; k--) {
-        if (rotor_item_is_fetch(graph, program->ops[k])) {
+        if (rotor_item_starts(graph, program->ops[k])) {
             before = move_fetch(self, graph, link, budget, k, before, program->ops);
         } else {
             note_uses(self, graph, program->ops[k], k);
@@ -100,7 +109,7 @@ int rotor_prefetch(rotor_prefetch_t *self, const rotor_dataflow_t *graph, const 
         for (int32_t fetch = self->first[k]; fetch >= 0; fetch = self->next[fetch]) {
             self->ops[count++] = program->ops[fetch];
         }
-        if (!rotor_item_is_fetch(graph, program->ops[k])) {
+        if (!rotor_item_starts(graph, program->ops[k])) {
             self->ops[count++] = program->ops[k];
         }
     }

@@ -106,7 +106,25 @@ static int add_fetch(rotor_search_t *q, int32_t s, int32_t low, int32_t b) {
     int32_t slot = fetch_slot(q, s, low, b);
     return slot < 0 ? ROTOR_ERR_INFEASIBLE
                     : rotor_edits_add(&q->edits, slot,
-                                      rotor_item_fetch(q->edits.slots.graph, s));
+                                      rotor_item_start(q->edits.slots.graph, s));
+}
+
+/* Moves the start of a transfer; ROTOR_ERR_INFEASIBLE where it would leave its phase. */
+static int move_start(rotor_search_t *q, int32_t s, int32_t slot, int32_t to) {
+    rotor_slots_t *p = &q->edits.slots;
+    const rotor_dataflow_t *g = p->graph;
+    int32_t item = p->op_at[slot];
+    if (!rotor_item_is_run(g, item)) {
+        int ret = rotor_slots_remove(p, slot);
+        return ret == ROTOR_OK ? rotor_edits_add(&q->edits, to, item) : ret;
+    }
+    int32_t phase = g->phase[item];
+    bool is_first = p->events[s].slots[0] == slot;
+    if (is_first && (to < p->phase_start[phase] || to >= p->phase_start[phase + 1])) {
+        return ROTOR_ERR_INFEASIBLE;
+    }
+    int ret = rotor_edits_add(&q->edits, to, item); /* readings always follow a making */
+    return ret == ROTOR_OK ? rotor_slots_remove(p, slot) : ret;
 }
 
 /* The way to relieve w of s by the tier; false for none. */
@@ -117,7 +135,7 @@ static bool judge_move(const rotor_search_t *q, int32_t s, int32_t w, int32_t ov
         return false;
     }
     const rotor_events_t *events = &p->events[s];
-    int32_t fetch = rotor_item_fetch(p->graph, s);
+    int32_t fetch = rotor_item_start(p->graph, s);
     int32_t at = rotor_events_below(events, w);
     bool is_here = at < events->count && events->slots[at] == w;
     bool is_fetched = is_here && p->op_at[w] == fetch;
@@ -125,8 +143,11 @@ static bool judge_move(const rotor_search_t *q, int32_t s, int32_t w, int32_t ov
         (is_here || at == 0 || at >= events->count || rotor_slots_makes(p, s, at))) {
         return false;
     }
+    if (at + is_fetched >= events->count) {
+        return false;
+    }
     int32_t until = events->slots[at + is_fetched];
-    int32_t before = events->slots[at - 1];
+    int32_t before = is_fetched ? w : events->slots[at - 1];
     bool ends_here = at + 1 < events->count && rotor_slots_makes(p, s, at + 1);
     double read = (double)p->moving.read_ns[s];
     double cost = 0.02 * read;
@@ -189,10 +210,7 @@ static int relieve(rotor_search_t *q, const rotor_edit_choice_t *choice, int32_t
     if (choice->how == ROTOR_FETCH_LATER) {
         int32_t slot = fetch_slot(q, s, w, choice->ceiling);
         int32_t at = rotor_events_below(&p->events[s], choice->ceiling);
-        ret = slot < 0 ? ret : rotor_slots_remove(p, p->events[s].slots[at - 1]);
-        ret = ret == ROTOR_OK
-                  ? rotor_edits_add(&q->edits, slot, rotor_item_fetch(p->graph, s))
-                  : ret;
+        ret = slot < 0 ? ret : move_start(q, s, p->events[s].slots[at - 1], slot);
     } else {
         int32_t near = rotor_random_below(&q->edits.random, 3) > 0 ? w : written_slot(q, s, w);
         ret = rotor_edits_write(&q->edits, s, w, near);
@@ -238,7 +256,7 @@ static int32_t random_action(rotor_search_t *q, bool is_fetch, int32_t *storage)
     }
     int32_t s = p->moving.list[rotor_random_below(&q->edits.random, p->moving.list_count)];
     const rotor_events_t *events = &p->events[s];
-    int32_t item = is_fetch ? rotor_item_fetch(p->graph, s) : rotor_item_finish(p->graph, s);
+    int32_t item = is_fetch ? rotor_item_start(p->graph, s) : rotor_item_finish(p->graph, s);
     int32_t seen = 0;
     int32_t found = -1;
     for (int32_t k = 0; k < events->count; k++) {
@@ -286,7 +304,8 @@ static int fetch_to_run(rotor_search_t *q) {
     rotor_slots_t *p = &q->edits.slots;
     int32_t s;
     int32_t at = random_action(q, true, &s);
-    if (at < 0 || rotor_dataflow_once(p->graph, p->graph->producer[s])) {
+    if (at < 0 || rotor_dataflow_is_home(p->graph, s) ||
+        rotor_dataflow_once(p->graph, p->graph->producer[s])) {
         return ROTOR_ERR_INFEASIBLE;
     }
     int32_t slot = p->events[s].slots[at];
@@ -304,10 +323,14 @@ static int fetch_to_run(rotor_search_t *q) {
                : ret;
 }
 
+/* The slot of a random fetch that may go. */
 static int32_t random_fetch(rotor_search_t *q) {
+    const rotor_slots_t *p = &q->edits.slots;
     int32_t s;
     int32_t at = random_action(q, true, &s);
-    return at < 0 ? -1 : q->edits.slots.events[s].slots[at];
+    int32_t slot = at < 0 ? -1 : p->events[s].slots[at];
+    bool is_run = slot >= 0 && rotor_item_is_run(p->graph, p->op_at[slot]);
+    return is_run && !rotor_slots_removable(p, slot) ? -1 : slot;
 }
 
 /* Removes a repeated run, without a link now and then two. */
@@ -339,9 +362,11 @@ static int shift(rotor_search_t *q, bool is_fetch) {
     if (at < 0) {
         return ROTOR_ERR_INFEASIBLE;
     }
+    if (at + 1 >= p->events[s].count) {
+        return ROTOR_ERR_INFEASIBLE;
+    }
     int32_t slot = p->events[s].slots[at];
-    int32_t item = p->op_at[slot];
-    int32_t before = p->events[s].slots[at - 1];
+    int32_t before = at == 0 ? -1 : p->events[s].slots[at - 1];
     int32_t after = p->events[s].slots[at + 1];
     int32_t target;
     if (rotor_random_below(&q->edits.random, 3) > 0) {
@@ -350,14 +375,14 @@ static int shift(rotor_search_t *q, bool is_fetch) {
         target = is_fetch ? fetch_slot(q, s, before, after) : written_slot(q, s, slot) - 1;
     }
     target = target <= before ? before : target >= after ? after - 1 : target;
+    target = target < 0 ? 0 : target;
     int32_t empty = rotor_slots_empty_below(p, target + 1, before);
     empty = empty < 0 ? rotor_slots_empty_above(p, target, after) : empty;
     if (empty < 0) {
         q->edits.crowded++;
         return ROTOR_ERR_INFEASIBLE;
     }
-    int ret = rotor_slots_remove(p, slot);
-    return ret == ROTOR_OK ? rotor_slots_add(p, empty, item) : ret;
+    return move_start(q, s, slot, empty);
 }
 
 /* Relieves somewhere, then removes runs and fetches while the budget is kept. */

@@ -65,6 +65,20 @@ static int moving_allocate(rotor_slots_t *p, const rotor_dataflow_t *graph) {
     return ROTOR_OK;
 }
 
+/* The number of actions of a storage changes; the list has the storages with any. */
+static void count_actions(rotor_moving_t *moving, int32_t s, int32_t change) {
+    moving->actions[s] += change;
+    if (moving->actions[s] > 0 && moving->list_at[s] < 0) {
+        moving->list_at[s] = moving->list_count;
+        moving->list[moving->list_count++] = s;
+    } else if (moving->actions[s] == 0 && moving->list_at[s] >= 0) {
+        int32_t last = moving->list[--moving->list_count];
+        moving->list[moving->list_at[s]] = last;
+        moving->list_at[last] = moving->list_at[s];
+        moving->list_at[s] = -1;
+    }
+}
+
 static int moving_reset(rotor_slots_t *p) {
     rotor_moving_t *moving = &p->moving;
     if (p->block_count > moving->block_capacity) {
@@ -89,6 +103,11 @@ static int moving_reset(rotor_slots_t *p) {
     moving->list_count = 0;
     moving->link_ns = 0;
     moving->first_changed = 0;
+    for (int32_t s = 0; s < p->graph->storage_count; s++) {
+        if (rotor_dataflow_is_home(p->graph, s)) {
+            count_actions(moving, s, 1); /* it is always in the tier */
+        }
+    }
     return rotor_levels_reset(&moving->host, p->block_count);
 }
 
@@ -140,20 +159,6 @@ static int allocate_slots(rotor_slots_t *p, int64_t length) {
 
 static int32_t earlier(int32_t a, int32_t b) { return a < b ? a : b; }
 
-/* The number of actions of a storage changes; the list has the storages with any. */
-static void count_actions(rotor_moving_t *moving, int32_t s, int32_t change) {
-    moving->actions[s] += change;
-    if (moving->actions[s] > 0 && moving->list_at[s] < 0) {
-        moving->list_at[s] = moving->list_count;
-        moving->list[moving->list_count++] = s;
-    } else if (moving->actions[s] == 0 && moving->list_at[s] >= 0) {
-        int32_t last = moving->list[--moving->list_count];
-        moving->list[moving->list_at[s]] = last;
-        moving->list_at[last] = moving->list_at[s];
-        moving->list_at[s] = -1;
-    }
-}
-
 /* slots_prepare() has made room. */
 static void insert_event(rotor_events_t *events, int32_t at, int32_t slot) {
     memmove(events->slots + at + 1, events->slots + at,
@@ -186,15 +191,18 @@ static void mark_moves(rotor_slots_t *p, int32_t s, int32_t sign) {
     int32_t made = -1;
     int32_t begun = -1;
     int32_t until = -1;
+    bool is_home = rotor_dataflow_is_home(p->graph, s);
     if (p->link == NULL || p->moving.actions[s] == 0) {
         return;
     }
     for (int32_t k = 0; k < events->count; k++) {
         int32_t slot = events->slots[k];
         int32_t item = p->op_at[slot];
-        if (item < n) {
+        bool is_start = item >= n ? rotor_item_is_fetch(p->graph, item)
+                                  : is_home && item == p->graph->producer[s];
+        if (item < n && !is_start) {
             made = item == p->graph->producer[s] ? slot : made;
-        } else if (rotor_item_is_fetch(p->graph, item)) {
+        } else if (is_start) {
             tag(p, slot, sign);
             until = k + 1 < events->count ? events->slots[k + 1] : slot;
             tag(p, until, sign);
@@ -258,7 +266,15 @@ static void count_runs(rotor_slots_t *p, int32_t op, int32_t change) {
         p->repeated_at[last] = p->repeated_at[op];
         p->repeated_at[op] = -1;
     }
-    p->time_ns += change * p->graph->cost_ns[op];
+    p->time_ns += change * rotor_dataflow_run_ns(p->graph, op, p->link != NULL);
+}
+
+/* A run that reads from the tier or writes to it comes or goes. */
+static void count_transfer(rotor_slots_t *p, int32_t slot, int32_t op, int32_t sign) {
+    if (p->link != NULL && p->graph->clock[op] != ROTOR_COMPUTES) {
+        p->moving.link_ns += sign * p->graph->cost_ns[op];
+        tag(p, slot, sign);
+    }
 }
 
 static int grow_events(rotor_events_t *events) {
@@ -300,7 +316,8 @@ static void slots_put(rotor_slots_t *p, int32_t slot, int32_t item) {
         return;
     }
     count_runs(p, item, 1);
-    spend(p, slot, g->cost_ns[item]);
+    spend(p, slot, rotor_dataflow_run_ns(g, item, p->link != NULL));
+    count_transfer(p, slot, item, 1);
     rotor_levels_raise(&p->levels, slot, slot, p->workspace[item]);
     for (int32_t j = g->input_start[item]; j < g->input_start[item + 1]; j++) {
         put_event(p, g->inputs[j], slot, 0);
@@ -326,7 +343,8 @@ static void slots_take(rotor_slots_t *p, int32_t slot) {
         take_event(p, g->inputs[j], slot, 0);
     }
     rotor_levels_raise(&p->levels, slot, slot, -p->workspace[item]);
-    spend(p, slot, -g->cost_ns[item]);
+    spend(p, slot, -rotor_dataflow_run_ns(g, item, p->link != NULL));
+    count_transfer(p, slot, item, -1);
     count_runs(p, item, -1);
     p->op_at[slot] = -1;
 }

@@ -209,7 +209,15 @@ static void pass(rotor_pricer_t *self, const rotor_dataflow_t *graph, int32_t it
     for (int32_t j = graph->input_start[item]; j < graph->input_start[item + 1]; j++) {
         clocks->now = rotor_max(clocks->now, moves->ready[graph->inputs[j]]);
     }
-    clocks->now = rotor_link_later(clocks->now, graph->cost_ns[item]);
+    if (graph->clock[item] == ROTOR_READS) {
+        moves->ready[graph->outputs[graph->output_start[item]]] =
+            rotor_clocks_fetch(clocks, self->link, graph->cost_ns[item], 0);
+        return;
+    }
+    if (graph->clock[item] == ROTOR_WRITES) {
+        rotor_clocks_put(clocks, self->link, graph->cost_ns[item]);
+    }
+    clocks->now = rotor_link_later(clocks->now, rotor_dataflow_run_ns(graph, item, true));
     for (int32_t j = graph->output_start[item]; j < graph->output_start[item + 1]; j++) {
         int32_t s = graph->outputs[j];
         moves->ready[s] = 0;
@@ -279,10 +287,11 @@ static int finish_trace(rotor_pricer_t *self, const rotor_dataflow_t *graph, con
         }
         highest = rotor_max(highest, most);
         live += added - self->ended[k];
-        if (is_run && graph->cost_ns[item] > INT64_MAX - time) {
+        int64_t ns = is_run ? rotor_dataflow_run_ns(graph, item, self->link != NULL) : 0;
+        if (ns > INT64_MAX - time) {
             return ROTOR_ERR_OVERFLOW;
         }
-        time += is_run ? graph->cost_ns[item] : 0;
+        time += ns;
     }
     *price = (rotor_cost_t){.time_ns = time, .peak_bytes = highest, .compute_ns = time};
     return self->link == NULL ? ROTOR_OK : run_clocks(self, graph, ops, length, price);

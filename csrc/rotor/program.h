@@ -52,6 +52,12 @@ static inline bool rotor_item_is_fetch(const rotor_dataflow_t *graph, int32_t it
     return item >= graph->operation_count + graph->storage_count;
 }
 
+/* True for the start of a transfer from the tier: a fetch, or a run of ROTOR_READS. */
+static inline bool rotor_item_starts(const rotor_dataflow_t *graph, int32_t item) {
+    return rotor_item_is_run(graph, item) ? graph->clock[item] == ROTOR_READS
+                                          : rotor_item_is_fetch(graph, item);
+}
+
 /* The storage that an action moves. */
 static inline int32_t rotor_item_storage(const rotor_dataflow_t *graph, int32_t item) {
     int32_t number = item - graph->operation_count;
@@ -64,6 +70,12 @@ static inline int32_t rotor_item_finish(const rotor_dataflow_t *graph, int32_t s
 
 static inline int32_t rotor_item_fetch(const rotor_dataflow_t *graph, int32_t storage) {
     return graph->operation_count + graph->storage_count + storage;
+}
+
+/* The item that brings a storage from the tier. */
+static inline int32_t rotor_item_start(const rotor_dataflow_t *graph, int32_t storage) {
+    return rotor_dataflow_is_home(graph, storage) ? graph->producer[storage]
+                                                  : rotor_item_fetch(graph, storage);
 }
 
 enum rotor_fault {

@@ -19,6 +19,8 @@ VERSION = 1
 VERSION_WITH_TAPES = 2
 Pinned = bool | Literal["first"]
 FIRST: Literal["first"] = "first"
+Clock = Literal["compute", "read", "write"]
+CLOCKS: tuple[Clock, ...] = ("compute", "read", "write")
 PHASES = ("forward", "loss", "backward")
 LARGEST = 1 << 42
 _ONCE, _RANDOM = 1, 2
@@ -51,6 +53,11 @@ class Operation:
         Further fields, kept in JSON.
     light_bytes
         Workspace of a run that does not make its lazy output; ``None``: `workspace_bytes`.
+    clock
+        "compute"; "read" of an operation that brings its one output from a second tier, where it
+        stays; or "write" of one that runs once and writes to the tier, after the write of the
+        operation before it. Where a program has a link, the times of the latter two are those of
+        transfers, for whose ends computing waits where it needs them.
     """
 
     name: str
@@ -64,6 +71,7 @@ class Operation:
     module: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     light_bytes: int | None = None
+    clock: Clock = "compute"
 
     @property
     def workspaces(self) -> tuple[int, int]:
@@ -219,6 +227,7 @@ class Graph(Saved):
                     raise ValueError(f"{where} makes storage {s}, which {makers[s]} made already")
                 makers[s] = k
             self._check_workspaces(op, where)
+            self._check_clock(op, where)
         for s in range(len(self.storages)):
             if s not in makers:
                 raise ValueError(f"no operation makes storage {s}")
@@ -233,6 +242,22 @@ class Graph(Saved):
         full, light = op.workspaces
         _whole("workspace_bytes of", full, where, -most)
         _whole("light_bytes of", light, where, sum(tapes) - most)
+
+    def _check_clock(self, op: Operation, where: _Place) -> None:
+        if op.clock not in CLOCKS:
+            raise ValueError(
+                f"clock of {where} is {op.clock!r}, expected one of {', '.join(CLOCKS)}"
+            )
+        made = [self.storages[s] for s in op.outputs]
+        if op.clock == "read" and (
+            op.inputs or len(made) != 1 or made[0].pinned or made[0].lazy or op.once or op.random
+        ):
+            raise ValueError(
+                f"{where} reads from a second tier: expected no inputs, one output that is neither "
+                "pinned nor lazy, and neither once nor random"
+            )
+        if op.clock == "write" and (made or not op.once):
+            raise ValueError(f"{where} writes to a second tier: expected once, and no outputs")
 
     @property
     def is_plain(self) -> bool:
@@ -257,6 +282,7 @@ class Graph(Saved):
             array_of(int(not storage.movable) for storage in self.storages),
             array_of(int(storage.lazy) for storage in self.storages),
             array_of(op.workspaces[1] for op in self.operations),
+            array_of(CLOCKS.index(op.clock) for op in self.operations),
         )
         return _core.Dataflow(*parts)
 
@@ -278,8 +304,8 @@ class Graph(Saved):
 
     @property
     def total_time(self) -> float:
-        """Seconds of every operation once."""
-        return sum(op.cost_ns for op in self.operations) / 1e9
+        """Seconds of every operation once, but for those that read from a tier or write to it."""
+        return sum(op.cost_ns for op in self.operations if op.clock == "compute") / 1e9
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Graph):
@@ -320,6 +346,7 @@ class Graph(Saved):
                     "cost_ns": int(op.cost_ns),
                     "workspace_bytes": int(op.workspace_bytes),
                     **({} if op.light_bytes is None else {"light_bytes": int(op.light_bytes)}),
+                    **({} if op.clock == "compute" else {"clock": op.clock}),
                     "phase": op.phase,
                     "inputs": [int(s) for s in op.inputs],
                     "outputs": [int(s) for s in op.outputs],
@@ -504,5 +531,6 @@ def _operation(index: int, fields: dict[str, Any]) -> Operation:
         once=_take(where, fields, "once", bool, False),
         module=_take(where, fields, "module", str, ""),
         light_bytes=_take(where, fields, "light_bytes", int) if "light_bytes" in fields else None,
+        clock=_take(where, fields, "clock", str, "compute"),
         extra=fields,
     )

@@ -94,6 +94,14 @@ class Link:
             self.padding_bytes,
         )
 
+    def write_ns(self, size_bytes: int) -> int:
+        """Return the nanoseconds of one write of so many bytes, rounded up."""
+        return self.latency_ns + math.ceil(size_bytes * _NS / self.write_bytes_per_s)
+
+    def read_ns(self, size_bytes: int) -> int:
+        """Return the nanoseconds of one fetch of so many bytes, rounded up."""
+        return self.latency_ns + math.ceil(size_bytes * _NS / self.read_bytes_per_s)
+
     def write_seconds(self, size_bytes: int) -> float:
         """Return the seconds of one write of so many bytes."""
         return self.latency_s + size_bytes / self.write_bytes_per_s

@@ -297,6 +297,9 @@ def lower_bound(graph: Graph, *, moves: bool = False) -> int:
         The bytes, a proven bound; a program of so few need not exist.
     """
     if moves:
-        free = [replace(op, once=op.once and op.phase == "loss") for op in graph.operations]
+        free = [
+            replace(op, once=op.once and op.phase == "loss", clock="compute")
+            for op in graph.operations
+        ]
         graph = Graph(graph.storages, None, free)
     return graph.core.lower_bound(moves)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rotor.chain import Saved, check_header
-from rotor.graph.graph import Graph
+from rotor.graph.graph import Graph, Operation
 from rotor.graph.link import Link
 
 FORMAT = "rotor.program"
@@ -155,16 +156,34 @@ class Program(Saved):
         """Bytes that are read from the second tier in one step."""
         return self._moved(1)
 
+    @cached_property
+    def run_ns(self) -> npt.NDArray[np.int64]:
+        """Nanoseconds of a run of each operation on the clock of computing, int64 [operations]."""
+        operations, is_linked = self.graph.operations, self.link is not None
+        return np.array(
+            [0 if is_linked and op.clock != "compute" else op.cost_ns for op in operations],
+            dtype=np.int64,
+        )
+
     def _moved(self, direction: int) -> int:
         first = len(self.graph) + direction * len(self.graph.storages)
         numbers = self.actions[self.actions >= first] - first
         storages = self.graph.storages
-        return sum(storages[s].bytes for s in numbers.tolist() if s < len(storages))
+        moved: int = sum(storages[s].bytes for s in numbers.tolist() if s < len(storages))
+        operations = self.graph.operations
+        if direction == 0:
+            return moved + sum(map(written_bytes, operations))
+        reads = [op.outputs[0] if op.clock == "read" else None for op in operations]
+        return moved + sum(
+            int(count) * storages[s].bytes
+            for s, count in zip(reads, self.runs, strict=True)
+            if s is not None
+        )
 
     @property
     def slowdown(self) -> float:
         """Time against the time of every operation once; 1 if nothing takes any time."""
-        total = sum(op.cost_ns for op in self.graph.operations)
+        total = round(self.graph.total_time * _NS)
         return self._time_ns / total if total else 1.0
 
     @property
@@ -246,6 +265,11 @@ class Program(Saved):
         given = fields.get("link")
         link = None if given is None else Link.from_dict(given)
         return cls(Graph.from_dict(fields["graph"]), numbers, link)
+
+
+def written_bytes(operation: Operation) -> int:
+    """Return the bytes that an operation writes to a second tier."""
+    return int(operation.extra.get("bytes", 0)) if operation.clock == "write" else 0
 
 
 def uses_and_makings(graph: Graph, action: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

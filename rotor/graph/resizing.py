@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotor import _core
-from rotor.graph.graph import LARGEST, Graph, Operation, Storage, array_of
+from rotor.graph.graph import CLOCKS, LARGEST, Graph, Operation, Storage, array_of
 
 
 class Resizing:
@@ -27,6 +27,7 @@ class Resizing:
             array_of(int(not storage.movable) for storage in graph.storages),
             array_of(0 for _ in graph.storages),
         )
+        self._clock = array_of(CLOCKS.index(op.clock) for op in graph.operations)
 
     def graph(
         self,
@@ -47,9 +48,8 @@ class Resizing:
                 raise ValueError(f"{name} has {len(values)} entries, expected {count}")
             if count and not 0 <= values.min() <= values.max() <= LARGEST:
                 raise ValueError(f"{name} has numbers out of range, expected 0 to {LARGEST}")
-        core = _core.Dataflow(
-            cost_ns, workspace_bytes, *self._structure, storage_bytes, *self._kept, workspace_bytes
-        )
+        beside = (storage_bytes, *self._kept, workspace_bytes, self._clock)
+        core = _core.Dataflow(cost_ns, workspace_bytes, *self._structure, *beside)
         return _Resized(self._graph, core, storage_bytes, cost_ns, workspace_bytes)
 
 

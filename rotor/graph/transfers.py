@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rotor.graph.program import Program
-
-_NS = 1e9
+from rotor.graph.program import Program, written_bytes
 
 
 class Transfer(NamedTuple):
@@ -42,7 +39,8 @@ def transfers_of(program: Program, least_ns: int = 0) -> Transfers:
     runs, storages = len(graph), len(graph.storages)
     finished = {k - runs for k in program.actions.tolist() if runs <= k < runs + storages}
     begins = _writes(program, finished)
-    now = waited = 0
+    now = waited = put = 0
+    run_ns = program.run_ns
     free = {"written": 0, "fetched": 0}
     written: dict[int, int] = {}
     ready: dict[int, int] = {}
@@ -50,10 +48,14 @@ def transfers_of(program: Program, least_ns: int = 0) -> Transfers:
     def move(kind: str, storage: int, earliest: int) -> int:
         assert link is not None
         nbytes = graph.storages[storage].bytes
-        speed = link.write_bytes_per_s if kind == "written" else link.read_bytes_per_s
+        ns = link.write_ns(nbytes) if kind == "written" else link.read_ns(nbytes)
+        return transfer(kind, storage, nbytes, ns, earliest)
+
+    def transfer(kind: str, storage: int, nbytes: int, ns: int, earliest: int) -> int:
+        assert link is not None
         last = free[kind] if link.duplex else max(free.values())
         begin = max(last, earliest)
-        free[kind] = begin + link.latency_ns + math.ceil(nbytes * _NS / speed)
+        free[kind] = begin + ns
         found.moved.append(Transfer(kind, storage, nbytes, begin, free[kind]))
         return free[kind]
 
@@ -61,8 +63,19 @@ def transfers_of(program: Program, least_ns: int = 0) -> Transfers:
         if number < runs:
             operation = graph.operations[number]
             start = max(now, *(ready.get(s, 0) for s in operation.inputs), 0)
+            if link is not None and operation.clock == "write":
+                start = max(start, put)
+                put = start
             found.waits_ns.append(waited + start - now)
-            now, waited = start + max(operation.cost_ns, least_ns), 0
+            now, waited = start, 0
+            if link is not None and operation.clock == "read":
+                (storage,) = operation.outputs
+                nbytes = graph.storages[storage].bytes
+                ready[storage] = transfer("fetched", storage, nbytes, operation.cost_ns, now)
+            elif link is not None and operation.clock == "write" and operation.cost_ns:
+                nbytes = written_bytes(operation)
+                put = transfer("written", operation.inputs[0], nbytes, operation.cost_ns, now)
+            now += max(int(run_ns[number]), least_ns)
             for storage in begins.get(position, ()):
                 written[storage] = move("written", storage, now)
         elif number < runs + storages:

@@ -167,7 +167,8 @@ def _program_runs(program: Program) -> list[_Run]:
             "makes_bytes": sum(one.bytes for one in made if not (is_light and one.lazy)),
             "workspace_bytes": op.workspaces[is_light],
         }
-        runs.append(_Run(label, path, fate, op.phase, op.cost_ns, before, peak, figures, waited))
+        cost_ns = int(program.run_ns[number])
+        runs.append(_Run(label, path, fate, op.phase, cost_ns, before, peak, figures, waited))
     return runs
 
 
@@ -220,7 +221,7 @@ def _parts_tier_events(tier: PartsTier) -> list[Event]:
             if wait:
                 slices = _slice(operation.name, "waited", placed(now), wait, PLAN)
                 events.append(slices | {"tid": _TRACKS["waited"]})
-            now += wait + operation.cost_ns
+            now += wait + int(program.run_ns[number])
         before += forward
     return events
 
@@ -233,7 +234,7 @@ def _forward_ns(program: Program, moves: Transfers) -> int:
         elapsed += wait
         if operation.phase == "loss":
             break
-        elapsed += operation.cost_ns
+        elapsed += int(program.run_ns[number])
     return elapsed
 
 

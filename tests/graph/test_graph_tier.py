@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from oracles import tier as oracle
 from random_graphs import graphs, training_graph
 
-from rotor.errors import InvalidSequenceError
-from rotor.graph import Graph, Link, Operation, Program, Storage, simulate
+from rotor.errors import InfeasibleError, InvalidSequenceError
+from rotor.graph import Graph, Link, Operation, Program, Storage, plan, simulate
 from rotor.graph.peaks import peak_of
 
 FAULTS = {
@@ -86,7 +87,7 @@ def check(graph: Graph, link: Link, actions: list[oracle.Action]) -> bool:
 
 
 @settings(max_examples=400, deadline=None)
-@given(graphs(), links(), st.data())
+@given(st.one_of(graphs(), graphs(homes=True)), links(), st.data())
 def test_any_sequence_is_judged_as_by_the_oracle(graph, link, data):
     """Also those that a search would exploit: fetches before writes, writes of nothing."""
     actions: list[oracle.Action] = [("run", k) for k in range(len(graph))]
@@ -142,6 +143,79 @@ def test_random_programs_are_priced_as_by_the_oracle():
             moved += any(kind == "fetch" for kind, _ in actions)
     assert valid > 60
     assert moved > 30
+
+
+def with_homes(graph: Graph, draw: random.Random) -> Graph:
+    """The same graph with parameters that operations of both phases read, and gradients that go."""
+    storages, firsts, rest = list(graph.storages), [], []
+    for k, op in enumerate(graph.operations):
+        inputs = op.inputs
+        if op.phase == "forward" and draw.random() < 0.7:
+            storages.append(Storage(1000 * draw.randint(1, 5)))
+            home = len(storages) - 1
+            cost = 1000 * draw.randint(1, 9)
+            firsts.append(Operation(f"get{home}", cost, (), (home,), clock="read"))
+            inputs = (*inputs, home)
+        elif op.phase == "backward" and firsts and draw.random() < 0.7:
+            inputs = (*inputs, draw.choice(firsts).outputs[0])
+        rest.append(replace(op, inputs=inputs))
+        made = [s for s in op.outputs if storages[s].pinned]
+        if op.phase == "backward" and made and k + 1 < len(graph.operations):
+            storages[made[0]] = replace(storages[made[0]], pinned=False)
+            cost = 1000 * draw.randint(0, 9)
+            put = Operation(f"put{k}", cost, (made[0],), (), phase="backward", once=True)
+            rest.append(replace(put, clock="write"))
+    return Graph(storages, None, [*firsts, *rest])
+
+
+def test_plans_with_homes_are_priced_as_by_the_oracle():
+    """The search drops homes and reads them again, as early as they fit."""
+    repeated = early = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        graph = with_homes(training_graph(seed, draw.randint(3, 8), plain=seed % 2 == 0), draw)
+        link = Link(1e9, 1e9, duplex=draw.random() < 0.5)
+        least = plan(graph, 1 << 40, link=link, effort=0).peak_bytes
+        for share in (1.0, 0.7, 0.5):
+            try:
+                program = plan(graph, int(share * least), link=link, effort=1, seed=seed)
+            except InfeasibleError:
+                continue
+            assert check(graph, link, oracle.actions_of(graph, program.actions.tolist()))
+            assert program.peak_bytes <= share * least
+            reads = [op.clock == "read" for op in graph.operations]
+            repeated += bool((program.runs[reads] > 1).any())
+            early += any(
+                graph.operations[int(k)].clock == "read"
+                and not set(graph.operations[int(k)].outputs) & set(graph.operations[int(j)].inputs)
+                for k, j in zip(program.ops, program.ops[1:], strict=False)
+            )
+    assert repeated > 20
+    assert early > 20
+
+
+def test_a_home_by_hand():
+    """A read goes on beside the runs, and the run that needs it waits."""
+    graph = Graph(
+        [Storage(100), Storage(50), Storage(10, True)],
+        None,
+        [
+            Operation("get", 20, (), (0,), clock="read"),
+            Operation("a", 7, (), (1,)),
+            Operation("b", 3, (0, 1), (2,), phase="backward"),
+            Operation("put", 30, (2,), (), phase="backward", once=True, clock="write"),
+            Operation("end", 0, (), (), phase="backward", once=True, clock="write"),
+        ],
+    )
+    early, late = (simulate(graph, order, LINK) for order in ([0, 1, 2, 3, 4], [1, 0, 2, 3, 4]))
+    assert early.time_ns == 20 + 3 + 30
+    assert late.time_ns == 7 + 20 + 3 + 30
+    assert early.link_time == pytest.approx(50e-9)
+    assert early.waited == pytest.approx((13 + 30) * 1e-9)
+    again = simulate(graph, [0, 1, 0, 2, 3, 4], LINK)
+    assert again.link_time == pytest.approx(70e-9)
+    assert simulate(graph, [0, 1, 2, 3, 4]).time_ns == 60
+    assert Graph.from_dict(graph.to_dict()) == graph
 
 
 def test_a_program_by_hand():

@@ -39,6 +39,7 @@ def moves(graph: Graph, link: Link, storage: int) -> bool:
         and not item.pinned
         and item.bytes >= max(1, link.least_bytes)
         and maker.phase != "loss"
+        and maker.clock != "read"
     )
 
 
@@ -170,12 +171,15 @@ def clocks(graph: Graph, link: Link, actions: Sequence[Action]) -> tuple[int, in
     free = {"write": 0, "read": 0}
     ready: dict[int, int] = {}
     written: dict[int, int] = {}
-    now = compute = busy = 0
+    now = compute = busy = put = 0
 
     def transfer(direction: str, storage: int, not_before: int) -> int:
-        nonlocal busy
         rate = link.write_bytes_per_s if direction == "write" else link.read_bytes_per_s
-        length = seconds(graph.storages[storage].bytes, rate, link.latency_ns)
+        size = graph.storages[storage].bytes
+        return wait_in_line(direction, seconds(size, rate, link.latency_ns), not_before)
+
+    def wait_in_line(direction: str, length: int, not_before: int) -> int:
+        nonlocal busy
         queue = [direction] if link.duplex else ["write", "read"]
         done = max([not_before, *(free[name] for name in queue)]) + length
         free.update(dict.fromkeys(queue, done))
@@ -189,7 +193,15 @@ def clocks(graph: Graph, link: Link, actions: Sequence[Action]) -> tuple[int, in
             ready[number] = transfer("read", number, max(now, written[number]))
         else:
             op = graph.operations[number]
-            now = max([now, *(ready.get(s, 0) for s in op.inputs)]) + op.cost_ns
+            if op.clock == "read":
+                ready[op.outputs[0]] = wait_in_line("read", op.cost_ns, now)
+                continue
+            now = max([now, *(ready.get(s, 0) for s in op.inputs)])
+            if op.clock == "write":
+                now = max(now, put)
+                put = wait_in_line("write", op.cost_ns, now) if op.cost_ns else now
+                continue
+            now += op.cost_ns
             compute += op.cost_ns
             for storage in op.outputs:
                 ready.pop(storage, None)
