@@ -167,14 +167,17 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense parts of a tensor: itself, or its parts if sparse, jagged or distributed.
 
-    None if the memory cannot be read, as that of MKL-DNN's layout, or there is none.
+    None if the memory cannot be read, as that of MKL-DNN's layout, or there is none, as of a tensor
+    whose bytes are in a second tier.
     """
     if is_without_memory(tensor):
         return ()
     if tensor.layout == torch.strided:
         wrapper: Any = tensor
-        if type(tensor) in _PLAIN_TYPES or not is_traceable_wrapper_subclass(wrapper):
+        if type(tensor) in _PLAIN_TYPES:
             return (tensor,)
+        if not is_traceable_wrapper_subclass(wrapper):
+            return () if getattr(tensor, "is_away", False) else (tensor,)
         inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
         tensors = [part for part in inner if isinstance(part, torch.Tensor)]
         return tuple(part for one in tensors for part in strided_parts(one))

@@ -85,15 +85,33 @@ def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tu
             total += missing
             names += [type(optimizer).__name__] if missing else []
             held |= own
-    others = [p for p in parameters if id(p) not in held and p.device == device]
+    others = [p for p in parameters if id(p) not in held and p.device == device and not _is_away(p)]
     if others:
         total += ASSUMED[1] * sum(local(p).nbytes for p in others if p.requires_grad)
         names.append(ASSUMED[0])
     return total, " and ".join(dict.fromkeys(names))
 
 
+def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> int:
+    """Return the number of states of a parameter's size, made or still to be made, rounded up."""
+    known = optimizer.state.get(parameter, {}).values()
+    made = [state.nbytes for state in known if isinstance(state, torch.Tensor)]
+    if made:
+        return -(-sum(made) // parameter.nbytes)
+    groups = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+    place = torch.device("cpu")
+    shape, dtype = parameter.shape, parameter.dtype
+    found = [_tried_bytes(optimizer, group, shape, dtype, place) for group in groups]
+    return -(-max(found, default=0) // parameter.nbytes)
+
+
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_away(parameter: torch.Tensor) -> bool:
+    """Return whether the bytes of a parameter, and so its states, are in a second tier."""
+    return bool(getattr(parameter, "is_away", False))
 
 
 def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -107,7 +125,10 @@ def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
         missing = Counter(
             (local(p).shape, p.dtype)
             for p in group["params"]
-            if p.requires_grad and p.device == device and not optimizer.state.get(p)
+            if p.requires_grad
+            and p.device == device
+            and not _is_away(p)
+            and not optimizer.state.get(p)
         )
         for (shape, dtype), count in missing.items():
             total += count * _tried_bytes(optimizer, group, shape, dtype, device)

@@ -137,3 +137,28 @@ core.check(
     _C._set_throw_on_mutable_data_ptr _C._to_dlpack autograd.profiler._is_profiler_enabled
     """
 )
+
+
+_MMAP_THRESHOLD = -3
+
+
+def give_large_blocks_back(least_bytes: int) -> None:
+    """Have the C library return freed blocks of so many bytes, or more, to the system at once.
+
+    By default it learns to keep larger and larger ones. Where it cannot be told, it goes on so.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, least_bytes)
+
+
+OPERATIONS_ONLY = torch._C._disabled_torch_function_impl
+"""Override of functions for a type of tensors whose operations alone are overridden."""
+
+
+def tensor_without_bytes(cls: type[torch.Tensor], like: Any, device: torch.device) -> Any:
+    """Return a tensor of a type that overrides operations, with the form of `like`."""
+    form = tuple(like.shape), tuple(like.stride() if callable(like.stride) else like.stride)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, form[0], strides=form[1], dtype=like.dtype, device=device
+    )

@@ -410,6 +410,19 @@ def inputs_by_tensor(graph: fx.Graph) -> dict[int, fx.Node]:
     return {id(found.example): n for n in nodes if (found := n.meta.get("grapharg")) is not None}
 
 
+SLOT = "rotor_slot_of_input"
+
+
+def tensors_of_inputs(graph: fx.Graph) -> list[Any]:
+    """Return the tensors for which the inputs of dynamo's graph stand; ``None`` if unknown."""
+    found = []
+    for node in graph.find_nodes(op="placeholder"):
+        slot, given = node.meta.get(SLOT), node.meta.get("grapharg")
+        known = None if given is None else given.example
+        found.append(known if slot is None else core.value_in(slot))
+    return found
+
+
 def add_input(graph: fx.Graph, name: str, value: Any) -> fx.Node:
     """Return a new input of dynamo's graph, where nodes are being inserted."""
     node = graph.placeholder(name)

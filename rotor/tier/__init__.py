@@ -10,5 +10,6 @@ from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier, Traffic
 from rotor.tier.offload import measure_link
 from rotor.tier.store import TierStore
+from rotor.tier.weights import save_weights
 
-__all__ = ["DiskTier", "HostTier", "Tier", "TierStore", "Traffic", "measure_link"]
+__all__ = ["DiskTier", "HostTier", "Tier", "TierStore", "Traffic", "measure_link", "save_weights"]

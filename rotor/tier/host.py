@@ -66,6 +66,7 @@ class HostTier(Tier):
     """
 
     duplex = True
+    has_memory = True
 
     def __init__(self) -> None:
         self._free: list[_Area] = []
@@ -165,6 +166,13 @@ class HostTier(Tier):
         if len(self._timed) > _MOST_UNCOUNTED:
             self._count()
         self._free = [*self._free, area]
+
+    def memory(self, area: Any) -> torch.Tensor:
+        """Return the pinned memory of an area, once its copies have ended."""
+        for event in (*area.written.values(), *(copy.event for copy in area.reads.values())):
+            event.synchronize()
+        found: torch.Tensor = area.slab
+        return found
 
     def room(self, nbytes: int) -> int:
         """Return the bytes of a slab that a buffer takes, whole lines of the memory."""

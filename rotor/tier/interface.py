@@ -106,6 +106,8 @@ class Tier(ABC):
         Types of the devices whose memory it reads and writes.
     traffic
         Transfers so far, if the tier counts them.
+    has_memory
+        True if the host computes with its bytes, as of `memory`.
     """
 
     alignment_bytes: int = 1
@@ -114,6 +116,7 @@ class Tier(ABC):
     wears_out: bool = False
     device_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
     traffic: Traffic | None = None
+    has_memory: bool = False
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Any:
@@ -180,6 +183,13 @@ class Tier(ABC):
     def reaches(self, device: torch.device) -> bool:
         """Return whether the tier reads and writes the memory of a device."""
         return device.type in self.device_types
+
+    def memory(self, area: Any) -> torch.Tensor | None:
+        """Return the bytes of an area where the host computes with them; ``None``: nowhere.
+
+        Transfers to and from the area have ended.
+        """
+        return None
 
     def room(self, nbytes: int) -> int:
         """Return the bytes of an area that a buffer takes."""

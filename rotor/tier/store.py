@@ -120,7 +120,7 @@ class TierStore:
         tickets = []
         with dispatch.without_functions(), dispatch.without_modes():
             source = _as_bytes(storage)
-            offsets, nbytes = _offsets(tier, len(source))
+            offsets, nbytes = piece_offsets(tier, len(source))
             phase = source.data_ptr() % tier.alignment_bytes
             copy = _Copy(tier, tier.allocate(nbytes), len(source), phase, offsets, source.device)
             try:
@@ -182,7 +182,7 @@ class TierStore:
         piece.copy_(buffer[: len(piece)])
 
 
-def _offsets(tier: Tier, nbytes: int) -> tuple[list[int], int]:
+def piece_offsets(tier: Tier, nbytes: int) -> tuple[list[int], int]:
     """Return the places of the pieces of a value in an area, and the bytes of the area."""
     whole, rest = divmod(nbytes, _core.PIECE_BYTES)
     room = tier.room(_core.PIECE_BYTES)

@@ -1,0 +1,385 @@
+"""Parameters, gradients and optimizer states of a model whose homes are in a second tier.
+
+Between steps they are tensors without bytes, which fetch what an operation needs. A captured step
+runs on *shells* in the place of the parameters, which claim bytes and hold none: its operations
+read what the step fetches. A gradient goes to its home as soon as autograd has accumulated it. The
+optimizer's own step runs for one parameter after the other, with all that belongs to it fetched.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from rotor._pytorch import core, optimizers, pointers
+from rotor.common.frames import warn_caller
+from rotor.errors import MemoryLimitWarning
+from rotor.meter import allocator
+from rotor.tier.homes import AwayTensor, Home, Tickets
+from rotor.tier.interface import Tier
+from rotor.tier.updates import LEAST_BYTES, Updates
+from rotor.tier.weights import Weight, Weights, weights_of
+from rotor.units import exact_bytes
+
+_METERED_UPDATES = 2
+
+_COUNTER_BYTES = 16
+"""Bytes of the scalars in the state of a parameter, such as the number of its steps."""
+
+LARGE_BYTES = 1 << 18
+"""Size of blocks that go back to the system once they are freed."""
+
+UPDATES = ("device", "host")
+"""Accepted values of ``update=``: where an optimizer computes."""
+
+
+class AwayState:
+    """Homes of a model's parameters, gradients and optimizer states.
+
+    Parameters
+    ----------
+    module
+        Model, whose large parameters lose their bytes; each stays the object that it was.
+    optimizer
+        Its optimizer, of any class that changes each parameter by itself.
+    tier
+        Tier.
+    update
+        "device": the optimizer computes where the model does; "host": in the memory of the tier.
+    weights
+        Source of the values of parameters and buffers on the meta device, as of `weights_of`.
+    device
+        Device on which operations get the bytes of parameters on the meta device.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The optimizer does not suit, or does not hold the model's parameters. Nothing has changed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        tier: Tier,
+        update: str | None = None,
+        weights: Weights | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        parameters = list(dict.fromkeys(module.parameters()))
+        _check(parameters, optimizer, update)
+        source = _Source(module, weights, device)
+        self.tier = tier
+        self.update = update or ("host" if tier.has_memory else "device")
+        if self.update == "host" and not tier.has_memory and tier.device_types != {"cpu"}:
+            raise ValueError(
+                f'update="host" computes in the memory of the tier, and {tier!r} has none: leave '
+                "update out"
+            )
+        self.module = module
+        self._optimizer = weakref.ref(optimizer)
+        self._shells: dict[int, nn.Parameter] = {}
+        self._homes: dict[int, Home] = {}
+        self._leaving: list[tuple[Home, tuple[torch.Tensor, Tickets]]] = []
+        self.device = source.device
+        self.updates = Updates(tier, is_on_host=self.update == "host")
+        self.update_bytes = 0
+        """Most bytes that an update has needed so far, as far as is known."""
+        self.limit: Callable[[], int | None] = lambda: None
+        """Function that returns the bytes that an update may have; ``None`` for any."""
+        self._metered = 0
+        self._has_warned = False
+        if source.device.type == "cpu":
+            pointers.give_large_blocks_back(LARGE_BYTES)
+        for parameter in parameters:
+            if parameter.nbytes >= LEAST_BYTES and type(parameter) is nn.Parameter:
+                self._move(parameter, source)
+            elif parameter.is_meta:
+                made = nn.Parameter(source.values_of(parameter), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, made)
+        source.fill_buffers()
+        self._keep_all(optimizer)
+        optimizer.register_load_state_dict_post_hook(self._keep_all)
+        step = Optimizer.profile_hook_step(_stepping(self))
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model whose parameters are in a second tier cannot be copied or pickled: save "
+            "model.state_dict() and optimizer.state_dict(), and wrap a new model"
+        )
+
+    def _keep_all(self, optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            self.updates.keep(state, {})
+
+    def _move(self, parameter: nn.Parameter, source: _Source) -> None:
+        """Give a parameter a home; it loses its bytes."""
+        home = Home(self.tier, parameter.detach(), source.device)
+        home.write(source.values_of(parameter))
+        gradient, parameter.grad = parameter.grad, None
+        away = AwayTensor.of(home).requires_grad_(parameter.requires_grad)
+        away._is_param = True
+        storage = pointers.empty_shell(home.device, home.nbytes)
+        values = torch.empty(0, dtype=home.dtype, device=home.device)
+        shell = nn.Parameter(values.set_(storage, 0, home.shape, home.stride), False)
+        shell.requires_grad_(parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, away)
+        self._shells[id(parameter)] = shell
+        self._homes[id(shell)] = home
+        owner = weakref.ref(parameter)
+        if parameter.requires_grad:
+            shell.register_post_accumulate_grad_hook(lambda made: self._came(owner(), made))
+        if gradient is not None:
+            self._add(parameter, gradient)
+
+    # -- steps
+
+    def home_of(self, tensor: Any) -> Home | None:
+        """Return the home of the parameter that a shell stands for; ``None`` for other tensors."""
+        return self._homes.get(id(tensor))
+
+    def has(self, parameter: Any) -> bool:
+        """Return whether a parameter has a home."""
+        return id(parameter) in self._shells
+
+    def resident_bytes(self) -> int:
+        """Return the bytes in memory of parameters, their gradients and states, and of buffers."""
+        optimizer = self._optimizer()
+        states: list[Any] = [] if optimizer is None else list(optimizer.state.values())
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors += [p.grad for p in self.module.parameters() if p.grad is not None]
+        tensors += [t for t in core.tree_flatten(states)[0] if isinstance(t, torch.Tensor)]
+        here = [t for t in tensors if t.device == self.device]
+        return sum(core.storages_of(here).values())
+
+    def coming_bytes(self) -> int:
+        """Return the bytes of states still to be made that stay in memory."""
+        optimizer = self._optimizer()
+        is_new = optimizer is not None and not optimizer.state
+        counters = _COUNTER_BYTES * len(list(self.module.parameters())) if is_new else 0
+        return counters + optimizers.coming_bytes(self.module.parameters(), self.device)[0]
+
+    def least_update_bytes(self) -> int:
+        """Return bytes within which each parameter can be updated, about."""
+        optimizer = self._optimizer()
+        if optimizer is None or (self.update == "host" and self.tier.has_memory):
+            return 0
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        away = {(p.shape, p.dtype): p for p in trained if isinstance(p, AwayTensor)}
+        beside = sum(p.nbytes for p in trained if p.grad is None and not self.has(p))
+        needed = (self.updates.least_bytes(optimizer, p) for p in away.values())
+        return max(needed, default=0) + beside
+
+    @contextmanager
+    def shells(self, slots: Sequence[core.Slot]) -> Iterator[None]:
+        """Have shells stand for the parameters in the context, in the slots of a module.
+
+        Raises RuntimeError if a parameter was replaced.
+        """
+        changed: list[tuple[core.Slot, Any]] = []
+        try:
+            for values, name in slots:
+                parameter = values[name]
+                shell = self._shells.get(id(parameter))
+                if shell is not None:
+                    if core.hooks_of([parameter]) or core.has_accumulation_hooks(parameter):
+                        raise RuntimeError(
+                            f"a hook on parameter {name} would not run: its gradient leaves for a "
+                            "second tier (offload_state=); remove the hook, or look at .grad after "
+                            "the backward"
+                        )
+                    changed.append(((values, name), parameter))
+                    values[name] = shell
+                elif isinstance(parameter, AwayTensor) or self._is_new(parameter):
+                    raise RuntimeError(
+                        f"parameter {name} was replaced after its model was wrapped with "
+                        "offload_state=: wrap the model again, with an optimizer of its parameters"
+                    )
+            yield
+        finally:
+            for (values, name), parameter in changed:
+                values[name] = parameter
+
+    def _is_new(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter would have got a home if it had been there."""
+        return parameter.nbytes >= LEAST_BYTES and type(parameter) is nn.Parameter
+
+    def _came(self, parameter: torch.Tensor | None, shell: torch.Tensor) -> None:
+        """Take the gradient that autograd has accumulated in a shell."""
+        gradient, shell.grad = shell.grad, None
+        if parameter is not None and gradient is not None:
+            self._add(parameter, gradient)
+
+    def settle(self) -> None:
+        """Wait until the gradients that have left memory are in the tier."""
+        while self._leaving:
+            home, (_, tickets) = self._leaving.pop()
+            home.wait(tickets)
+
+    def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        known = parameter.grad
+        if known is None:
+            home = Home(self.tier, parameter)
+            self._leaving.append((home, home.begin_write(gradient)))
+            parameter.grad = AwayTensor.of(home)
+        else:
+            with torch.no_grad():
+                known += gradient
+
+    # -- updates
+
+    def run_update(self, optimizer: Optimizer) -> None:
+        """Run an optimizer's step; see that its bytes keep the limit, in the first ones."""
+        self.settle()
+        limit_bytes = self.limit()
+        if self._metered == _METERED_UPDATES or limit_bytes is None:
+            self.updates.run(optimizer)
+            return
+        try:
+            meter = allocator.meter(self.device)
+            meter.start()
+        except allocator.MeterBusyError:
+            self.updates.run(optimizer)
+            return
+        try:
+            self.updates.run(optimizer)
+        finally:
+            meter.stop()
+        self._metered += 1
+        peak_bytes = meter.peak_bytes
+        self.update_bytes = max(self.update_bytes, peak_bytes)
+        own = self.resident_bytes()
+        if own + peak_bytes > limit_bytes and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"the update of one parameter by {type(optimizer).__name__} takes "
+                f"{exact_bytes(peak_bytes)} beside {exact_bytes(own)} that stay in memory, and the "
+                f"limit is {exact_bytes(limit_bytes)}: give at least {own + peak_bytes} bytes, or "
+                "an optimizer with fewer states",
+                MemoryLimitWarning,
+            )
+
+
+class _Source:
+    """Values of a model's parameters and buffers: their own, or those of a file."""
+
+    def __init__(
+        self, module: nn.Module, weights: Weights | None, device: torch.device | None
+    ) -> None:
+        self._module = module
+        self._find = None if weights is None else weights_of(weights)
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ):
+            self._names.setdefault(id(tensor), []).append(name)
+        tensors = [*module.parameters(), *module.buffers()]
+        places = {t.device for t in tensors if not t.is_meta}
+        self.device = device or next(iter(places), torch.device("cpu"))
+        self._check(tensors)
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        lacking = []
+        for tensor in tensors:
+            weight = self._weight_of(tensor) if tensor.is_meta else None
+            if tensor.is_meta and weight is None:
+                lacking.append(self._names[id(tensor)][0])
+            elif weight is not None and weight.shape not in (None, tuple(tensor.shape)):
+                raise ValueError(
+                    f"{self._names[id(tensor)][0]} is of shape {weight.shape} in the weights, and "
+                    f"{tuple(tensor.shape)} in the model"
+                )
+        if lacking:
+            more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+            raise ValueError(
+                f"{', '.join(lacking[:3])}{more} have no values, on the meta device: give "
+                "weights=, a safetensors file that has them, and make buffers that a model "
+                "computes before it is wrapped"
+            )
+
+    def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
+        if self._find is None:
+            return None
+        found = map(self._find, self._names[id(tensor)])
+        return next((weight for weight in found if weight is not None), None)
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a parameter or buffer, on the device of the model."""
+        if not tensor.is_meta:
+            return tensor.detach()
+        weight = self._weight_of(tensor)
+        assert weight is not None
+        values = weight.read()
+        if values.shape != tensor.shape:
+            raise ValueError(
+                f"weights gave a tensor of shape {tuple(values.shape)} for "
+                f"{self._names[id(tensor)][0]}, whose shape is {tuple(tensor.shape)}"
+            )
+        return values.detach().to(device=self.device, dtype=tensor.dtype)
+
+    def fill_buffers(self) -> None:
+        """Give buffers on the meta device their values."""
+        for module in self._module.modules():
+            for values, name in core.buffer_slots(module):
+                if values[name].is_meta:
+                    values[name] = self.values_of(values[name])
+
+
+def _stepping(state: AwayState) -> Any:
+    """Return a step of optimizers, by the homes of a model."""
+
+    def step(optimizer: Optimizer, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state.run_update(optimizer)
+        return loss
+
+    return step
+
+
+def _check(parameters: Sequence[nn.Parameter], optimizer: Any, update: str | None) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"offload_state must be an optimizer of torch.optim, got {type(optimizer).__name__}"
+        )
+    if update is not None and update not in UPDATES:
+        raise ValueError(f"unknown update {update!r}, expected one of {', '.join(UPDATES)}")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS computes with all parameters at once, and offload_state= updates one after the "
+            "other: use another optimizer, or leave offload_state out"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("offload_state= has no differentiable updates: leave differentiable out")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [p for p in parameters if p.requires_grad and id(p) not in held]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(parameters)} parameters of the model, "
+            f"{exact_bytes(sum(p.nbytes for p in missing))}, are trained and in no group of the "
+            "optimizer: give offload_state= the optimizer of all of them, or freeze them"
+        )
+    if any(hasattr(p, "device_mesh") for p in parameters):
+        raise ValueError(
+            "the parameters are distributed tensors, of which each process holds a part: "
+            "offload_state= is for a model of one process; FSDP2's CPUOffloadPolicy moves parts"
+        )
+    if any(isinstance(p, AwayTensor) for p in parameters):
+        raise ValueError("the parameters of the model are in a second tier already")
+    places = {p.device for p in parameters}
+    if len(places) > 1:
+        raise ValueError(
+            f"the parameters are on several devices, {', '.join(sorted(map(str, places)))}: "
+            "offload_state= is for a model on one"
+        )
