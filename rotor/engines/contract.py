@@ -10,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -30,6 +31,7 @@ from rotor.errors import MemoryLimitWarning
 from rotor.graph.planner import check_options
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 from rotor.tier.offload import Offload
+from rotor.tier.state import AwayState
 
 
 class NothingToPlan(Exception):
@@ -221,6 +223,8 @@ class Settings:
         Engine of captured graphs, if not the default one.
     offload
         Second tier; ``None`` for none.
+    away
+        Homes of parameters, gradients and optimizer states there; ``None`` where they are here.
     asks_for_schedule
         True once a schedule of a chain was asked for.
     options, given_options
@@ -244,6 +248,7 @@ class Settings:
     planning: str = "background"
     counts: str = "allocated"
     offload: Offload | None = None
+    away: AwayState | None = None
     options: dict[str, Any] = field(default_factory=dict)
     algorithm: Any = None
     algorithm_options: dict[str, Any] = field(default_factory=dict)
@@ -264,8 +269,12 @@ class Settings:
 
     @property
     def present_limit(self) -> int | None:
-        """Limit of the latest plan, or else the given one; ``None`` where neither is known."""
-        return self.mem_limit if self.limit_bytes is None else self.limit_bytes
+        """Limit of the latest plan, or else the given one; ``None`` where neither is known.
+
+        Where the limit counts parameters and states too, it is the given one.
+        """
+        is_given = self.limit_bytes is None or self.away is not None
+        return self.mem_limit if is_given else self.limit_bytes
 
 
 class Refusal(NamedTuple):
@@ -401,6 +410,11 @@ class Context:
     def module(self) -> nn.Module:
         """Plain model."""
         return self.settings.module
+
+    def shells(self) -> AbstractContextManager[None]:
+        """Return a context in which captured code gets the model's parameters that have homes."""
+        away = self.settings.away
+        return core.NOTHING if away is None else away.shells(self.structure.parameters)
 
     @property
     def gradients(self) -> list[torch.Tensor]:

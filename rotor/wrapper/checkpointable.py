@@ -23,6 +23,7 @@ from rotor.meter import allocator as memory
 from rotor.meter.room import checked_total
 from rotor.tier.interface import Tier
 from rotor.tier.offload import checked_offload
+from rotor.tier.weights import Weights
 from rotor.units import parse_bytes
 from rotor.wrapper.announcing import heard
 from rotor.wrapper.driver import Driver
@@ -30,6 +31,7 @@ from rotor.wrapper.registry import ENGINES
 from rotor.wrapper.reporting import ReportingModule
 from rotor.wrapper.setting import (
     Setting,
+    away_state,
     check_backend,
     check_names,
     checked_limit,
@@ -115,6 +117,16 @@ class Checkpointable(ReportingModule):
         no tier.
     offload_limit
         Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
+    offload_state
+        Optimizer of the model: parameters, gradients and its states live in the tier then, and
+        `mem_limit` counts what of them is in memory (docs/larger-than-memory.md).
+    update
+        "device" or "host": where the optimizer computes with `offload_state`; by default the host
+        where the tier is its memory. The bits of an update depend on it.
+    weights
+        Values of parameters and buffers on the meta device, with `offload_state`: the path of a
+        safetensors file or a folder of them, a mapping from names to tensors, or a function of a
+        name. They go to the tier one after the other.
     total_limit
         Most bytes that this process may hold on the device, as ``nvidia-smi`` counts them, or
         "card": all that others leave. What a step may take of it is what parameters, optimizer
@@ -194,6 +206,9 @@ class Checkpointable(ReportingModule):
         counts: str = "allocated",
         offload: str | Tier | None = None,
         offload_limit: int | str | None = None,
+        offload_state: torch.optim.Optimizer | None = None,
+        update: str | None = None,
+        weights: Weights | None = None,
         total_limit: int | str | None = None,
         **options: Any,
     ) -> None:
@@ -222,6 +237,7 @@ class Checkpointable(ReportingModule):
             offload=checked_offload(offload, offload_limit, engine),
             options=options,
         )
+        settings.away = away_state(settings, offload_state, update, weights)
         super().__init__(model)
         self.__dict__["_driver"] = Driver(settings, self)
         if custom_input is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rotor._pytorch import core
 from rotor.engines.contract import Context, Key, Settings
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
@@ -46,9 +47,15 @@ class Limits:
         given, room = settings.mem_limit, self.room
         if room is None:
             assert given is not None
-            return given
+            return given - self.owned_bytes
         found = room.take(device, None if latest is None else latest.measured_bytes)
-        return found if given is None else min(given, found)
+        return found if given is None else min(given - self.owned_bytes, found)
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes in memory of what the model owns, where the limit counts them."""
+        away = self._settings.away
+        return 0 if away is None else away.resident_bytes() + away.coming_bytes()
 
     def is_outgrown(self, plan: Any) -> bool:
         """Return whether a plan is for other bytes than there are now."""
@@ -67,7 +74,17 @@ class Limits:
 
     def explain(self, error: InfeasibleError) -> None:
         """Add the sum behind the limit to an error of a planner."""
-        room = self.room
+        room, own = self.room, self.owned_bytes
+        if room is None and own and error.minimum_bytes:
+            assert self._settings.away is not None
+            needed = self._settings.away.least_update_bytes()
+            error.minimum_bytes = max(error.minimum_bytes, needed) + own
+            error.lower_bound_bytes += own
+            text = (
+                f"{error.args[0]}. The limit counts what the model keeps in memory too, "
+                f"{exact_bytes(own)}: in all, {exact_bytes(error.minimum_bytes)} would do"
+            )
+            error.args = (text, *error.args[1:])
         if room is not None and room.latest is not None and error.minimum_bytes:
             found = room.latest
             least = exact_bytes(found.total_bytes - found.step_bytes + error.minimum_bytes)
@@ -79,7 +96,8 @@ class Limits:
         is_elsewhere = not isinstance(self._settings.profile, str)
         if self.room is not None or "free" in context.warned or is_elsewhere:
             return
-        trained = sum(p.nbytes for p in self._settings.module.parameters() if p.requires_grad)
+        parameters = [p for p in self._settings.module.parameters() if core.strided_parts(p)]
+        trained = sum(p.nbytes for p in parameters if p.requires_grad)
         if plan.limit_bytes + _MOST_STATES * trained <= allocator.free_bytes(plan.device):
             return
         room = Room(self._settings.module, None)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import distributed, nn
 
 from rotor import algorithms
@@ -15,6 +16,8 @@ from rotor.common.ranks import RankError, Ranks, group_of_all
 from rotor.engines.contract import Engine, Settings
 from rotor.engines.peers import Peers, SharingRanks
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
+from rotor.tier.state import AwayState
+from rotor.tier.weights import Weights
 from rotor.units import parse_bytes
 
 BACKENDS = ("fx", "inductor", "auto")
@@ -68,6 +71,37 @@ def check_backend(backend: str, engine: str, model: nn.Module) -> None:
                 'use engine="graph"'
             )
         inductor.check({parameter.device.type for parameter in model.parameters()})
+
+
+def away_state(
+    settings: Settings,
+    optimizer: torch.optim.Optimizer | None,
+    update: str | None,
+    weights: Weights | None,
+) -> AwayState | None:
+    """Return the homes of a model's parameters, gradients and optimizer states, if asked for."""
+    if optimizer is None:
+        for name, value in (("update", update), ("weights", weights)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}= is for parameters in a second tier: give offload_state=, the "
+                    "optimizer, too, or leave it out"
+                )
+        return None
+    if settings.offload is None:
+        raise ValueError(
+            "offload_state= needs a second tier for parameters, gradients and states: give "
+            'offload="disk" or offload="host" too'
+        )
+    if settings.engine not in ("auto", "graph"):
+        raise ValueError(
+            "parameters in a second tier are fetched by captured graphs, and "
+            f'engine="{settings.engine}" has none: use engine="graph", or leave offload_state out'
+        )
+    settings.engine = "graph"
+    found = AwayState(settings.module, optimizer, settings.offload.tier, update, weights)
+    found.limit = lambda: settings.mem_limit
+    return found
 
 
 def checked_limit(limit: int | str | None) -> int | None:

@@ -48,11 +48,13 @@ from rotor.engines.graph.costs.profile import warm_up_scripts
 from rotor.engines.graph.costs.symbols import origin_values
 from rotor.engines.graph.tracing.alike import alike_modules
 from rotor.engines.graph.tracing.false_edges import DEVICES, without_memory
+from rotor.engines.graph.tracing.fetches import insert_fetches
 from rotor.engines.graph.tracing.folding import CastOnce, Changed, Folding
 from rotor.engines.graph.tracing.fusing import fuse
 from rotor.engines.graph.tracing.lowering import Lowered, lower
 from rotor.engines.graph.tracing.rewrite import as_in_eager, drop_tokens
 from rotor.errors import CaptureError
+from rotor.tier.homes import Home
 
 _GRAPH = "rotor's graph"
 _SHARED = (
@@ -210,7 +212,8 @@ class Capture:
     operators are decomposed as it does, and its kernels are the operations. With `folds`, one of
     alike modules is traced, and its operations are copied for the others. `branches` answers code
     that asks whether it is compiled (by default no), and `numbers` are dynamo's expressions of
-    numbers among the arguments that are to be inputs.
+    numbers among the arguments that are to be inputs. `home_of` gives the home of a parameter,
+    which the graph then fetches.
     """
 
     def __init__(
@@ -221,9 +224,12 @@ class Capture:
         folds: bool = True,
         branches: quiet_capture.Branches | None = None,
         numbers: Collection[str] = (),
+        home_of: Callable[[Any], Home | None] | None = None,
     ) -> None:
         captures.check()
         self.backend = backend
+        self._home_of = home_of
+        self._homes: list[Home | None] = []
         self._numbers = frozenset(numbers)
         self._branches = branches or quiet_capture.Branches()
         self._draws = Draws()
@@ -242,6 +248,7 @@ class Capture:
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
         # which keeps the function.
         partition, forward = _weakly(self._partition), _weakly(self._forward)
+        note_homes = _weakly(self._note_homes)
 
         def compiled(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             return Capture._boxed(forward, module.meta[_GRAPH])
@@ -253,7 +260,12 @@ class Capture:
             inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,
         )
-        self._compiler = captures.as_eager(compiler)
+
+        def noting(module: fx.GraphModule, inputs: Any) -> Any:
+            note_homes(module)
+            return compiler(module, inputs)
+
+        self._compiler = captures.as_eager(noting)
         self._modes: list[Any] = []
         self.folding: Folding | None = None
         self._unfolded = ""
@@ -408,7 +420,7 @@ class Capture:
             raise Unplanned(captured, list(args))
         self.ran = captured
         # Checks that come in order add inputs to the model's: such a call does not run again.
-        is_models = len(args) == len(captured.lowered.gradients)
+        is_models = len(args) == len(captured.lowered.gradients) and self._home_of is None
         if self.leaves is not None and is_models and captured.are_whole:
             leaves = [*compress(args, captured.are_differentiable)]
             original = getattr(emitted, "original", None)
@@ -496,6 +508,11 @@ class Capture:
             # Autograd would make zeros of an absent tangent.
             node.set_materialize_grads(False)
 
+    def _note_homes(self, module: fx.GraphModule) -> None:
+        """Note the homes of the inputs of dynamo's graph."""
+        if self._home_of is not None:
+            self._homes = [*map(self._home_of, regions.tensors_of_inputs(module.graph))]
+
     def _partition(
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -508,6 +525,7 @@ class Capture:
         if self.backend == "inductor":
             with inductor.explained():
                 fuse(module, num_fwd_outputs)
+        insert_fetches(module, self._homes, num_fwd_outputs)
         lowered = lower(module, num_fwd_outputs)
         lowered.variables = variables
         if lowered.symbols and not symbols.are_marked() and not self._numbers:

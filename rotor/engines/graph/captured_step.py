@@ -18,12 +18,13 @@ from rotor.common.accounting import (
 from rotor.common.checksums import has_room
 from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.code.actions import runs_among
+from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import EarlyCode, Owners
-from rotor.engines.graph.code.emit import StepCode, checksums_of, emit
+from rotor.engines.graph.code.emit import StepCode, emit
 from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.offloading import Layout, layout_of
 from rotor.engines.graph.code.pricing import Pooling, build_graph, outliving_storages, sizes_of
-from rotor.engines.graph.code.proving import Prover, proving_bytes
+from rotor.engines.graph.code.proving import Prover, checksums_of, proving_bytes
 from rotor.engines.graph.costs.collectives import late_bytes
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.false_edges import DEVICES
@@ -67,6 +68,8 @@ class CapturedStep:
     counts: str = "allocated"
     """Bytes that a limit counts on an accelerator: "allocated", or "reserved" by its allocator."""
     offload: Offload | None = None
+    away: Away | None = None
+    """Gradients that leave for homes in a second tier; ``None`` where parameters are here."""
     releases_outputs: bool = False
     """True if others hold the outputs of the forward, as far as these are held."""
     values: tuple[int, ...] = ()
@@ -97,7 +100,8 @@ class CapturedStep:
             self.lowered = replace(self.lowered, storages=storages)
 
     def _with_handovers(self, costs: list[Cost]) -> tuple[Lowered, list[Cost]]:
-        return with_handovers(self.captured.lowered, costs, self.existing)
+        settle = None if self.away is None else self.away.settle
+        return with_handovers(self.captured.lowered, costs, self.existing, settle)
 
     def _without_absent(self, costs: list[Cost]) -> list[Cost]:
         """Return costs with tangents of no bytes where they are absent."""
@@ -157,11 +161,15 @@ class CapturedStep:
         self.capture.forget_programs()
 
     def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
-        """Return the existing gradients, by flags of `slots_of` that are true where none exists."""
+        """Return the existing gradients, by flags of `slots_of` that are true where none exists.
+
+        Those that leave for a second tier are among them: none stays.
+        """
+        away = frozenset() if self.away is None else self.away.gradients
         return frozenset(
             index
             for index, owner in (self.owners or {}).items()
-            if owner.slots and not lacking[owner.slots[0]]
+            if owner.slots and (index in away or not lacking[owner.slots[0]])
         )
 
     @property
@@ -181,7 +189,8 @@ class CapturedStep:
     def graph(self, loss_bytes: int) -> Graph:
         """Return the cost model, with `loss_bytes` of workspace in the loss."""
         moves = self.offload is not None
-        return build_graph(self.lowered, self.costs, loss_bytes, moves=moves)
+        link = None if self.away is None else self.link
+        return build_graph(self.lowered, self.costs, loss_bytes, moves=moves, link=link)
 
     @property
     def link(self) -> Link | None:

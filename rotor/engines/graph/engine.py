@@ -32,6 +32,7 @@ from rotor.engines.graph.calls import captured_key, check_arguments, gives_plain
 from rotor.engines.graph.capture import Capture, Captured, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import Choices, choose_groups
+from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
@@ -189,12 +190,17 @@ class GraphEngine(MeteredEngine):
 
     def _one_shape_reason(self) -> str:
         """Return the reason why no plan holds for several shapes; empty without one."""
+        if self.settings.away is not None:
+            return "parameters are in a second tier"
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
 
     def _new_capture(self, backend: str, numbers: Collection[str] = ()) -> Capture:
-        return Capture(fresh(_call), backend, branches=self._branches, numbers=numbers)
+        away = self.settings.away
+        home_of = None if away is None else away.home_of
+        branches = self._branches
+        return Capture(fresh(_call), backend, branches=branches, numbers=numbers, home_of=home_of)
 
     def _captured(
         self, loss_fn: Any, call: Call, numbers: Collection[str], backend: str
@@ -217,7 +223,8 @@ class GraphEngine(MeteredEngine):
         while True:
             capture = self._new_capture(backend, numbers)
             try:
-                found = capture.reach(*given)
+                with self.context.shells():
+                    found = capture.reach(*given)
                 break
             except CaptureError as error:
                 refused = refused or error
@@ -240,7 +247,9 @@ class GraphEngine(MeteredEngine):
             NeedsPeers.check(groups_of(lowered.tasks[k].node for k in lowered.collectives))
         device = self.context.device_of(call)
         arguments = (*call.arguments, call.targets)
-        owners = owners_of(lowered, found.primals, self.context.structure.parameters, arguments)
+        with self.context.shells():
+            slots = self.context.structure.parameters
+            owners = owners_of(lowered, found.primals, slots, arguments)
         if self.primals is not None:
             self.primals[:] = found.primals
         try:
@@ -262,6 +271,7 @@ class GraphEngine(MeteredEngine):
         step.verifies = self.settings.verify != "off"
         step.counts = self.settings.counts
         step.offload = self.settings.offload
+        step.away = Away.of(self.settings.away, lowered, owners, self.context.structure.parameters)
         self.steps[key.measured] = step
         self._note_reads(key, found.captured, call)
         return step
@@ -539,7 +549,16 @@ class GraphEngine(MeteredEngine):
         arguments = (*call.arguments, call.targets)
         loss_fn = None if call.targets is None else self.settings.loss_fn
         slots, spread = self.context.structure.parameters, core.in_ddp()
-        with plan.installed(slots, arguments, spread=spread, proof=proof) as (given, early):
+        if spread and self.settings.away is not None:
+            raise RuntimeError(
+                "DistributedDataParallel would not reduce gradients that leave for a second tier: "
+                "leave offload_state out, or shard the model by fully_shard with a "
+                "CPUOffloadPolicy"
+            )
+        with (
+            self.context.shells(),
+            plan.installed(slots, arguments, spread=spread, proof=proof) as (given, early),
+        ):
             try:
                 return self._run_captured(plan, loss_fn, given)
             except Unplanned as reached:

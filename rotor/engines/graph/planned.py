@@ -195,7 +195,7 @@ class GraphPlan(Metered):
     def predicted_timeline(self) -> PredictedTimeline:
         """Live bytes of a step by the simulator."""
         ops = self.program.ops
-        costs = np.array([op.cost_ns for op in self.graph.operations], dtype=np.int64)
+        costs = self.program.run_ns
         live = self.program.timeline(runs_only=True).peak_bytes + self.executor_bytes
         loss = int(np.flatnonzero(ops == self.step.lowered.loss)[0])
         new = [

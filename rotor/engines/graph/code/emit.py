@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from rotor._pytorch import core, dispatch, symbols
 from rotor._pytorch.devices import generator_of
 from rotor.common.ranks import run_and_wait
 from rotor.engines.graph.code.actions import (
-    Action,
     Kind,
     actions_of,
     deaths,
@@ -36,10 +34,11 @@ from rotor.engines.graph.code.backwards import OtherModes, in_order
 from rotor.engines.graph.code.numbers import Written
 from rotor.engines.graph.code.offloading import Layout, Moves, Places
 from rotor.engines.graph.code.pricing import Pooling
-from rotor.engines.graph.code.proving import Prover
-from rotor.engines.graph.costs.repeating import is_empty, is_unspecified
+from rotor.engines.graph.code.proving import Prover, compared_storages
+from rotor.engines.graph.costs.repeating import is_empty
 from rotor.engines.graph.tracing.collectives import is_collective, is_wait
 from rotor.engines.graph.tracing.false_edges import of_sizes
+from rotor.engines.graph.tracing.fetches import Fetch, arrived
 from rotor.engines.graph.tracing.groups import Group, groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
 from rotor.errors import CaptureError
@@ -212,7 +211,7 @@ class _Writer:
         # Real strides may differ from the captured ones; then a view has to be a copy.
         is_view = node.target is torch.ops.aten.view.default
         target = core.callable_of(torch.ops.aten.reshape.default if is_view else node.target)
-        target = in_order(node, target)
+        target = target.begin if isinstance(target, Fetch) else in_order(node, target)
         if is_collective(node):
             target = partial(run_and_wait, target)
         if self.others is not None and node in self.task_of:
@@ -391,40 +390,6 @@ def _leaf_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]
     return [path]
 
 
-def compared_storages(
-    lowered: Lowered, actions: Sequence[Action], kept: Sequence[set[int]]
-) -> dict[int, list[int]]:
-    """Return the storages that a program computes again and reads, and the positions.
-
-    `kept` are per position the used storages made there (`deaths`). The positions are that of the
-    first making, then those of all later ones that are used.
-    """
-    found: dict[int, list[int]] = {}
-    runs = Counter(action.number for action in actions if action.kind is Kind.RUN)
-    for position, action in enumerate(actions):
-        if action.kind is not Kind.RUN or runs[action.number] == 1:
-            continue
-        task = lowered.tasks[action.number]
-        for path, storage in task.made.items():
-            if task.node is None or is_unspecified(task.node, path):
-                continue
-            if storage not in found:
-                found[storage] = [position]
-            elif storage in kept[position]:
-                found[storage].append(position)
-    return {storage: places for storage, places in found.items() if len(places) > 1}
-
-
-def checksums_of(lowered: Lowered, numbers: Sequence[int]) -> int:
-    """Return the number of checksums in a verified run of a program."""
-    actions = actions_of(lowered, numbers)
-    runs = [action.number for action in actions if action.kind is Kind.RUN]
-    if len(runs) == len(set(runs)):
-        return 0
-    kept, _ = deaths(lowered, actions)
-    return sum(map(len, compared_storages(lowered, actions, kept).values()))
-
-
 def emit(
     lowered: Lowered,
     numbers: Sequence[int],
@@ -455,6 +420,7 @@ def emit(
         "noted_versions": noted_versions,
         "math": math,
         "torch": torch,
+        "arrived": arrived,
     }
     if pooling is not None:
         namespace["pool"] = pooling
@@ -503,19 +469,27 @@ def emit(
                 moves.move(writer, position)
                 continue
             index = actions[position].number
-            moves.receive(writer, lowered.tasks[index].inputs)
-            if lowered.tasks[index].gradients:
-                hand_out(writer, lowered.tasks[index].gradients, sorted(dying[position]))
+            task = lowered.tasks[index]
+            moves.receive(writer, task.inputs)
+            if task.settle is not None:
+                writer.lines.append(f"{writer.constant(task.settle)}()")
+            if task.gradients:
+                leaves = None if task.settle is not None else sorted(dying[position])
+                hand_out(writer, task.gradients, leaves)
+            if task.gradients or task.settle is not None:
+                writer.drop(sorted(dying[position]))
                 continue
             if index in replays and index not in ran:
                 writer.lines.append(f"{replays[index]} = get_state({index})")
             replay = replays[index] if index in replays and index in ran else None
-            made = lowered.tasks[index].made
+            made = task.made
             noted = [s for s in made.values() if position in compared.get(s, ())]
             writer.run(index, kept[position].union(noted), replay)
             writer.note(index, noted, is_first=index not in ran)
             writer.drop([s for s in noted if s not in kept[position]])
             moves.send(writer, position)
+            if task.node is not None and isinstance(task.node.target, Fetch):
+                moves.begin_read(kept[position])
             ran.add(index)
             remaining[index] -= 1
             if replay is not None and remaining[index] == 0:

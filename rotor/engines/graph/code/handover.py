@@ -6,7 +6,7 @@ temporary: after the last operation that needs its memory comes an operation tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from rotor.common.accounting import HANDOVERS
@@ -31,13 +31,19 @@ def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], 
 
 
 def with_handovers(
-    lowered: Lowered, costs: Sequence[Cost], existing: Collection[int], most: int = HANDOVERS
+    lowered: Lowered,
+    costs: Sequence[Cost],
+    existing: Collection[int],
+    settle: Callable[[], None] | None = None,
+    most: int = HANDOVERS,
 ) -> tuple[Lowered, list[Cost]]:
     """Return the operations of a step in which some gradients exist, and their costs.
 
     `lowered` and `costs` are for a step in which every gradient is new. Temporary gradients are
     handed over together, as soon as they have 1 / `most` of the bytes of all of them. Gradients in
-    memory of an output, or of a new gradient, stay as they were.
+    memory of an output, or of a new gradient, stay as they were. With `settle`, gradients leave
+    for a second tier: each handover waits for the transfers of the one before it, whose gradients
+    are in memory until then. They are added to earlier values one by one, in memory of their own.
     """
     staying = set(lowered.tasks[lowered.loss].inputs)
     for index, gradient in enumerate(lowered.gradients):
@@ -57,7 +63,8 @@ def with_handovers(
     )
     sizes = [size for size, _ in lowered.storages]
     total = sum(sizes[s] for *_, storages in timed for s in storages)
-    after: dict[int, Task] = {}
+    after: dict[int, list[Task]] = {}
+    leaving: list[int] = []
     indices: list[int] = []
     storages: list[int] = []
     for place, (position, more, lying_on) in enumerate(timed):
@@ -67,24 +74,45 @@ def with_handovers(
         waits = not is_last and timed[place + 1][0] == position
         enough = sum(sizes[s] for s in storages) * most >= total
         if is_last or (enough and not waits):
-            after[position] = Task(
-                name=f"accumulate_{len(after)}",
+            after[position] = [
+                Task(
+                    name=f"accumulate_{len(after)}",
+                    node=None,
+                    phase="backward",
+                    inputs=[*storages, *leaving],
+                    once=True,
+                    module=lowered.tasks[position].module,
+                    gradients=tuple(indices),
+                    settle=settle,
+                )
+            ]
+            leaving = [] if settle is None else storages
+            indices, storages = [], []
+    if leaving and settle is not None:
+        after[position].append(
+            Task(
+                name="written",
                 node=None,
                 phase="backward",
-                inputs=storages,
+                inputs=leaving,
                 once=True,
-                module=lowered.tasks[position].module,
-                gradients=tuple(indices),
+                settle=settle,
             )
-            indices, storages = [], []
+        )
     tasks: list[Task] = []
     priced: list[Cost] = []
     for number, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
         tasks.append(task)
         priced.append(cost)
-        if number in after:
-            tasks.append(after[number])
-            priced.append(Cost(0, 0))
-    temporary = {s for task in after.values() for s in task.inputs}
+        for added in after.get(number, ()):
+            tasks.append(added)
+            fetched = [_bytes_of(lowered, index) for index in added.gradients if settle is not None]
+            priced.append(Cost(0, max(fetched, default=0)))
+    temporary = {s for added in after.values() for task in added for s in task.inputs}
     pinned = [(size, pin and s not in temporary) for s, (size, pin) in enumerate(lowered.storages)]
     return replace(lowered, tasks=tasks, storages=pinned), priced
+
+
+def _bytes_of(lowered: Lowered, index: int) -> int:
+    """Return the bytes of a gradient's storages."""
+    return sum(lowered.storages[s][0] for s in lowered.values[lowered.gradients[index]].storages)

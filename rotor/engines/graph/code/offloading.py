@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -317,6 +317,11 @@ class Moves:
         self._offloaded = set(found)
         self.pending: set[int] = set()
         """Storages that are being fetched, and have not been read."""
+        self._arriving: set[int] = set()
+
+    def begin_read(self, storages: Iterable[int]) -> None:
+        """Note storages that an operation has begun to read from their homes."""
+        self._arriving.update(storages)
 
     def move(self, writer: _Lines, position: int) -> None:
         """Write the end of an offload, or the begin of a fetch."""
@@ -343,3 +348,6 @@ class Moves:
             if storage in self.pending:
                 self.pending.discard(storage)
                 writer.lines.append(f"tier.fetched({storage})")
+            if storage in self._arriving:
+                self._arriving.discard(storage)
+                writer.lines.append(f"arrived({self._names[storage]})")

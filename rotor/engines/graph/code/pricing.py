@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import fx
 from rotor._pytorch import devices
 from rotor.engines.graph.code.actions import movable
 from rotor.engines.graph.costs.profile import Cost
-from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.engines.graph.tracing.fetches import Fetch
+from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.graph import planner
 from rotor.graph.blocks import runs_outside
 from rotor.graph.graph import Graph, Operation, Storage
+from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.meter.reserving import Reserving
 
@@ -30,12 +33,15 @@ def build_graph(
     *,
     moves: bool = False,
     held: Collection[int] = (),
+    link: Link | None = None,
 ) -> Graph:
     """Return the cost model of captured operations, with `loss_bytes` of workspace in the loss.
 
     With `moves`, storages that no second tier may take are marked, also those in `held`, which
-    others hold although they are not pinned.
+    others hold although they are not pinned. `link` is that to a second tier where the step's
+    parameters and gradients are at home.
     """
+    sizes = sizes_of(lowered, costs)
     operations = []
     for index, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
         operations.append(
@@ -52,7 +58,9 @@ def build_graph(
                 extra={"source": task.source} if task.source else {},
             )
         )
-    sizes = sizes_of(lowered, costs)
+    if link is not None:
+        tasks = zip(lowered.tasks, operations, strict=True)
+        operations = [_on_link(lowered, task, operation, link, sizes) for task, operation in tasks]
     if moves:
         may_move = movable(lowered, sizes, 1)
         storages = [
@@ -61,6 +69,21 @@ def build_graph(
         ]
         return Graph(storages, None, operations)
     return Graph(sizes, [is_pinned for _, is_pinned in lowered.storages], operations)
+
+
+def _on_link(
+    lowered: Lowered, task: Task, operation: Operation, link: Link, sizes: Sequence[int]
+) -> Operation:
+    """Return the operation of a task, as a transfer where it is one."""
+    if task.node is not None and isinstance(task.node.target, Fetch):
+        ns = link.read_ns(sum(sizes[s] for s in operation.outputs))
+        return replace(operation, cost_ns=ns, clock="read")
+    if task.settle is None:
+        return operation
+    handed = {s for k in task.gradients for s in lowered.values[lowered.gradients[k]].storages}
+    nbytes = sum(sizes[s] for s in handed)
+    ns = link.write_ns(nbytes) if handed else 0
+    return replace(operation, cost_ns=ns, clock="write", extra={"bytes": nbytes})
 
 
 def sizes_of(lowered: Lowered, costs: list[Cost]) -> list[int]:

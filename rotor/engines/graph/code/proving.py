@@ -6,11 +6,15 @@ proof of the step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from rotor.common.checksums import proof_bytes
+from rotor.engines.graph.code.actions import Action, Kind, actions_of, deaths
+from rotor.engines.graph.costs.repeating import is_unspecified
+from rotor.engines.graph.tracing.fetches import Fetch
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.engines.proofs import Origins, RunProof, StepProof, buffers_before
 
@@ -77,3 +81,38 @@ class Prover(Origins):
 
     def _made(self) -> dict[int, Task]:
         return {s: task for task in self._lowered.tasks for s in task.made.values()}
+
+
+def compared_storages(
+    lowered: Lowered, actions: Sequence[Action], kept: Sequence[set[int]]
+) -> dict[int, list[int]]:
+    """Return the storages that a program computes again and reads, and the positions.
+
+    `kept` are per position the used storages made there (`deaths`). The positions are that of the
+    first making, then those of all later ones that are used.
+    """
+    found: dict[int, list[int]] = {}
+    runs = Counter(action.number for action in actions if action.kind is Kind.RUN)
+    for position, action in enumerate(actions):
+        if action.kind is not Kind.RUN or runs[action.number] == 1:
+            continue
+        task = lowered.tasks[action.number]
+        for path, storage in task.made.items():
+            is_read = task.node is not None and isinstance(task.node.target, Fetch)
+            if task.node is None or is_read or is_unspecified(task.node, path):
+                continue
+            if storage not in found:
+                found[storage] = [position]
+            elif storage in kept[position]:
+                found[storage].append(position)
+    return {storage: places for storage, places in found.items() if len(places) > 1}
+
+
+def checksums_of(lowered: Lowered, numbers: Sequence[int]) -> int:
+    """Return the number of checksums in a verified run of a program."""
+    actions = actions_of(lowered, numbers)
+    runs = [action.number for action in actions if action.kind is Kind.RUN]
+    if len(runs) == len(set(runs)):
+        return 0
+    kept, _ = deaths(lowered, actions)
+    return sum(map(len, compared_storages(lowered, actions, kept).values()))

@@ -305,6 +305,7 @@ class Folding:
                 given.append(next(known))
             else:
                 taken[position] = slot
+                node.meta[regions.SLOT] = slot
                 given.append(node.meta["example_value"])
         return taken, given
 

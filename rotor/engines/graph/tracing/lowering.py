@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -100,6 +100,9 @@ class Task:
     """Path of its module."""
     gradients: tuple[int, ...] = ()
     """Numbers of the gradients that it hands over, to be added to existing ones."""
+    settle: Callable[[], None] | None = None
+    """Function that waits for the transfers of gradients handed over before; ``None``: there are
+    none."""
     source: str = ""
     """File, line and code of the model that it comes from; empty if unknown."""
     prefers_once: bool = False

@@ -1,0 +1,56 @@
+"""Gradients that leave for homes in a second tier while the backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rotor._pytorch import core
+from rotor.engines.contract import CannotPlan
+from rotor.engines.graph.code.early import Owners
+from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.errors import CaptureError
+from rotor.tier.state import AwayState
+
+
+@dataclass(frozen=True)
+class Away:
+    """Gradients that leave for homes in a second tier."""
+
+    gradients: frozenset[int]
+    """Their numbers."""
+    settle: Callable[[], None]
+    """Function that waits until the ones that have left are there."""
+
+    @classmethod
+    def of(
+        cls,
+        state: AwayState | None,
+        lowered: Lowered,
+        owners: Owners | None,
+        slots: Sequence[core.Slot],
+    ) -> Away | None:
+        """Return the gradients of a captured step that leave, if any can.
+
+        What makes them runs once from now on: they are in memory while they leave. Raise CannotPlan
+        if the origins of gradients are unknown.
+        """
+        if state is None:
+            return None
+        if owners is None:
+            raise CannotPlan(
+                CaptureError(
+                    "a tensor other than a parameter or an argument gets a gradient, or the "
+                    "forward reads gradients, so that no gradient can leave for a second tier in "
+                    "the backward: leave offload_state out"
+                )
+            )
+        found = [
+            index
+            for index, owner in owners.items()
+            if owner.slots and state.has(core.value_in(slots[owner.slots[0]]))
+        ]
+        leaving = {s for k in found for s in lowered.values[lowered.gradients[k]].storages}
+        for task in lowered.tasks:
+            task.once |= not leaving.isdisjoint(task.made.values())
+        return cls(frozenset(found), state.settle)

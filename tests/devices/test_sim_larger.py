@@ -1,0 +1,68 @@
+"""Parameters, gradients and optimizer states in the host's memory, on the simulated accelerator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import rotor
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(64) for _ in range(4)), nn.Linear(64, 8))
+
+
+def train(sim, net, call, optimizer) -> tuple[list[torch.Tensor], list[int]]:
+    """Return losses and parameters, and the device's bytes at most above each step's begin."""
+    losses, peaks = [], []
+    torch.manual_seed(1)
+    batches = [torch.randn(32, 64, device="sim") for _ in range(STEPS)]
+    for x in batches:
+        level = sim.memory_allocated()
+        sim.reset_peak_memory_stats()
+        loss = call(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+        del loss
+        peaks.append(sim.max_memory_allocated() - level)
+    return [*losses, *(p.detach().cpu() for p in net.parameters())], peaks
+
+
+@pytest.mark.parametrize("update", ["device", "host", None])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_training_is_that_of_the_plain_model(sim, make, update):
+    rate = {"lr": 1e-2}
+    plain = model().to("sim")
+    expected, plain_peaks = train(sim, plain, plain, make(plain.parameters(), **rate))
+    del plain
+    net = model().to("sim")
+    optimizer = make(net.parameters(), **rate)
+    limit = 440 << 10
+    chk = rotor.Checkpointable(
+        net, mem_limit=limit, offload="host", offload_state=optimizer, update=update
+    )
+    found, peaks = train(sim, net, chk, optimizer)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    resident = sum(p.nbytes for p in net.parameters() if p.nbytes < 4096)
+    states = 2 * resident if make is torch.optim.AdamW else 0
+    # The first step measures the speed of the link too, in memory of its own.
+    assert max(peaks[1:]) + resident + states <= limit
+    assert max(plain_peaks) + 3 * sum(p.nbytes for p in net.parameters()) > 3 * limit
