@@ -31,6 +31,30 @@ def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return "dropout_p" not in names or not (isinstance(share, float) and share == 0.0)
 
 
+_LIBRARY = torch.library.Library("rotor_draws", "FRAGMENT")
+_LIBRARY.define("kept(SymInt[] size, Tensor seed, float share) -> Tensor")
+KEPT = torch.ops.rotor_draws.kept.default
+"""Mask of the elements that dropout keeps, a function of a seed; `share` is that of the others."""
+
+_DRAWN = 1 << 15
+"""Numbers that are drawn at once: they stay in a processor's cache."""
+
+
+@torch.library.impl(_LIBRARY, "kept", "CPU")
+def _kept(size: Sequence[int], seed: torch.Tensor, share: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int(seed))
+    kept = torch.empty(size, dtype=torch.bool)
+    drawn = torch.empty(min(kept.numel(), _DRAWN))
+    for part in kept.view(-1).split(_DRAWN):
+        torch.gt(drawn[: len(part)].uniform_(generator=generator), share, out=part)
+    return kept
+
+
+@torch.library.impl(_LIBRARY, "kept", "Meta")
+def _kept_like(size: Sequence[Any], seed: torch.Tensor, share: float) -> torch.Tensor:
+    return seed.new_empty(size, dtype=torch.bool)
+
+
 _latest: dict[type, tuple[bytes, Any]] = {}
 """Latest state of a generator of each kind, which records share: one of Python's takes 25 KB."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor._pytorch import core, dispatch, symbols
+from rotor._pytorch import core, dispatch, draws, symbols
 from rotor.errors import CaptureError
 
 _REQUIRED = """
@@ -35,7 +35,8 @@ _REQUIRED = """
     _inductor.virtualized.V.set_debug_handler _inductor.virtualized.V.set_extern_kernel_nodes
     _inductor.virtualized.V.set_fake_mode _inductor.virtualized.V.set_graph_handler
     fx.passes.fake_tensor_prop.FakeTensorProp
-    ops.prims.inductor_lookup_seed.default ops.prims.inductor_seeds.default
+    ops.prims.inductor_lookup_seed.default ops.prims.inductor_random.default
+    ops.prims.inductor_seeds.default
 """
 
 _MODULES = """
@@ -100,7 +101,7 @@ def takes_seed(node: fx.Node) -> bool:
     return node.target is torch.ops.prims.inductor_lookup_seed.default
 
 
-def draws(node: fx.Node) -> bool:
+def draws_numbers(node: fx.Node) -> bool:
     """Return whether a node makes random numbers, which eager makes without regard to the seed."""
     tags = getattr(node.target, "tags", ())
     return "inductor_rand" in str(node.target) or torch.Tag.nondeterministic_seeded in tags
@@ -131,7 +132,24 @@ def joint_passes(module: fx.GraphModule) -> None:
         changed = joint_graph_passes(module, **given)
         if changed is not module:
             module.graph = changed.graph
+        _draw_masks(module.graph)
         propagate(module, mode)
+
+
+def _draw_masks(graph: fx.Graph) -> None:
+    """Have an operator of ours draw the masks of dropout on the CPU.
+
+    There Inductor draws number by number, which takes longer than all else of a step.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.gt.Scalar):
+        drawn, share = node.args
+        is_drawn = getattr(drawn, "target", None) is torch.ops.prims.inductor_random.default
+        if not is_drawn or len(drawn.users) > 1 or drawn.args[2] != "rand":
+            continue
+        if drawn.meta["val"].device.type == "cpu":
+            size, seed, _ = drawn.args
+            node.target, node.args = draws.KEPT, (size, seed, float(share))
+            graph.erase_node(drawn)
 
 
 def halves(module: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:

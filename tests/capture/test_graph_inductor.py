@@ -17,6 +17,7 @@ from training import gradients_of, same
 
 import rotor
 from rotor._pytorch import inductor as _inductor
+from rotor._pytorch.draws import KEPT
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.code.emit import emit
 from rotor.engines.graph.tracing.groups import groups_among
@@ -202,13 +203,41 @@ def test_seeds_are_drawn_once_and_attention_without_dropout_is_not_random(eager)
     seeds = [t for t in step.lowered.tasks if "inductor_seeds" in t.name]
     assert len(seeds) == 1
     assert seeds[0].once
-    drawn = [t for t in step.lowered.tasks if "inductor_random" in text_of(t)]
+    assert not any("inductor_random" in text_of(t) for t in step.lowered.tasks)
+    drawn = [t for t in step.lowered.tasks if t.node and t.node.target is KEPT]
     assert len(drawn) == 2
     assert not any(t.once or t.random for t in drawn)
     calm = planned(Attention(0.0), "1GB").measure(torch.randn(2, 6, 16))
     attention = [t for t in calm.lowered.tasks if "scaled_dot_product" in t.name]
     assert attention
     assert not any(t.once or t.random for t in attention)
+
+
+def test_noise_is_a_function_of_its_seed(eager):
+    class Noisy(Tiny):
+        def forward(self, x):
+            return super().forward(x + torch.rand_like(x))
+
+    step = planned(Noisy(0.0), "1GB").measure(torch.randn(4, 8))
+    drawn = [t for t in step.lowered.tasks if "inductor_random" in text_of(t)]
+    assert drawn
+    assert not any(t.once or t.random for t in drawn)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.75])
+@pytest.mark.parametrize("size", [(0,), (7, 5), (3, 40_000)])
+def test_masks_of_dropout_are_functions_of_a_seed(size, share):
+    before = torch.get_rng_state()
+    masks = [KEPT(size, torch.tensor(seed), share) for seed in (-5, -5, 6)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all((mask.shape, mask.dtype) == (torch.Size(size), torch.bool) for mask in masks)
+    assert torch.equal(masks[0], masks[1])
+    if masks[0].numel() > 1000:
+        assert all(abs(mask.double().mean() - (1 - share)) < 0.01 for mask in masks)
+        assert torch.equal(masks[0], masks[2]) == (share == 0.0)
+        # No two pieces have the same numbers.
+        flat = masks[0].flatten()
+        assert share == 0.0 or not torch.equal(flat[:1000], flat[1 << 15 :][:1000])
 
 
 def text_of(task):

@@ -149,7 +149,7 @@ def group_of(
         mode = core.fake_mode_of([*results, *inputs])
         values = _fakes(inputs, mode)
         module = fx.GraphModule({}, graph)
-        can_part = not any(map(inductor.draws, members)) and _are_apart(results, inputs)
+        can_part = not any(map(inductor.draws_numbers, members)) and _are_apart(results, inputs)
         found = _known[key] = Group(key, module, values, mode, can_part=can_part)
     return found
 
