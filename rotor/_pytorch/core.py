@@ -115,9 +115,9 @@ def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
 
 
-def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether hooks run after a gradient of this tensor was accumulated."""
-    return bool(tensor._post_accumulate_grad_hooks)
+def has_accumulation_hooks(tensor: torch.Tensor, beside: int = 0) -> bool:
+    """Return whether more hooks than `beside` run after a gradient of a tensor was accumulated."""
+    return len(tensor._post_accumulate_grad_hooks or ()) > beside
 
 
 @contextmanager

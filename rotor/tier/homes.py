@@ -178,6 +178,24 @@ class AwayTensor(torch.Tensor):
             for k, part in enumerate(seen)
         )
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history; a new one has its values taken over."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        mine = self.shape, self.dtype, self.device
+        if (values.shape, values.dtype, values.device) != mine:
+            raise RuntimeError(
+                f"a tensor whose bytes are in a second tier keeps its shape, type and device, "
+                f"{tuple(self.shape)}, {self.dtype} and {self.device}: change them before the "
+                "model is wrapped with offload_state="
+            )
+        if not (isinstance(values, AwayTensor) and values.home is self.home):
+            with torch.no_grad():
+                self.copy_(values)
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         """Raise RuntimeError: there is no memory that an array could share."""
         raise RuntimeError(

@@ -137,6 +137,8 @@ class AwayState:
         owner = weakref.ref(parameter)
         if parameter.requires_grad:
             shell.register_post_accumulate_grad_hook(lambda made: self._came(owner(), made))
+            # Steps of plain PyTorch run on the parameter itself.
+            parameter.register_post_accumulate_grad_hook(self._came_in_place)
         if gradient is not None:
             self._add(parameter, gradient)
 
@@ -190,7 +192,7 @@ class AwayState:
                 parameter = values[name]
                 shell = self._shells.get(id(parameter))
                 if shell is not None:
-                    if core.hooks_of([parameter]) or core.has_accumulation_hooks(parameter):
+                    if core.hooks_of([parameter]) or core.has_accumulation_hooks(parameter, 1):
                         raise RuntimeError(
                             f"a hook on parameter {name} would not run: its gradient leaves for a "
                             "second tier (offload_state=); remove the hook, or look at .grad after "
@@ -217,6 +219,14 @@ class AwayState:
         gradient, shell.grad = shell.grad, None
         if parameter is not None and gradient is not None:
             self._add(parameter, gradient)
+
+    def _came_in_place(self, parameter: torch.Tensor) -> None:
+        """Move a gradient of a parameter itself to the tier."""
+        gradient = parameter.grad
+        if gradient is not None and not isinstance(gradient, AwayTensor):
+            parameter.grad = None
+            self._add(parameter, gradient)
+            self.settle()
 
     def settle(self) -> None:
         """Wait until the gradients that have left memory are in the tier."""

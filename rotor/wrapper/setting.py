@@ -98,7 +98,6 @@ def away_state(
             "parameters in a second tier are fetched by captured graphs, and "
             f'engine="{settings.engine}" has none: use engine="graph", or leave offload_state out'
         )
-    settings.engine = "graph"
     found = AwayState(settings.module, optimizer, settings.offload.tier, update, weights)
     found.limit = lambda: settings.mem_limit
     return found

@@ -464,7 +464,8 @@ def test_hooks_on_steps_run_once():
 def test_replaced_parameters_and_hooks_on_them_are_errors():
     model, batch = made("gpt"), batches("gpt")[0]
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    chk = rotor.Checkpointable(model, mem_limit=LIMIT, offload="disk", offload_state=optimizer)
+    settings = {"mem_limit": LIMIT, "offload": "disk", "offload_state": optimizer}
+    chk = rotor.Checkpointable(model, **settings, engine="graph")
     handle = model.head.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(RuntimeError, match="hook on parameter weight would not run"):
         chk(*batch)
@@ -477,23 +478,56 @@ def test_replaced_parameters_and_hooks_on_them_are_errors():
     chk(*batch).backward()
 
 
-def test_a_model_that_cannot_be_captured_is_an_error_and_stays_whole():
-    class Asks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
+class Asks(nn.Module):
+    """Model that no graph has."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) * (2 if x.sum().item() > 0 else 3)
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (2 if x.sum().item() > 0 else 3)
+
+
+def test_a_model_without_a_graph_runs_with_a_warning():
     torch.manual_seed(0)
+    plain = Asks()
+    model = copy.deepcopy(plain)
+    one, other = (OPTIMIZERS["adamw"](m.parameters()) for m in (plain, model))
+    chk = rotor.Checkpointable(model, mem_limit=LIMIT, offload="disk", offload_state=other)
+    with pytest.warns(rotor.MemoryLimitWarning, match="plain PyTorch runs it"):
+        chk(torch.ones(3, 64)).sum().backward()
+    plain(torch.ones(3, 64)).sum().backward()
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
+    assert "AwayTensor" in type(model.linear.weight.grad).__name__
+    one.step()
+    other.step()
+    assert_same(plain, model, one, other)
+
+
+def test_an_engine_by_name_raises_and_the_model_stays_whole():
     model = Asks()
     values = copy.deepcopy(model.linear.weight)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    chk = rotor.Checkpointable(model, mem_limit=LIMIT, offload="disk", offload_state=optimizer)
+    settings = {"mem_limit": LIMIT, "offload": "disk", "offload_state": optimizer}
+    chk = rotor.Checkpointable(model, **settings, engine="graph")
     with pytest.raises(rotor.CaptureError):
         chk(torch.ones(3, 64))
     assert torch.equal(model.linear.weight, values)
+
+
+def test_data_of_a_parameter_is_taken_over():
+    chk, _ = compare("gpt", "sgd", "plain")
+    model = chk.module
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(2 * vector, model.parameters())
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), 2 * vector)
+    weight = model.head.weight
+    weight.data = torch.ones(200, 64)
+    assert weight.sum().item() == weight.numel()
+    with pytest.raises(RuntimeError, match="keeps its shape, type and device"):
+        model.half()
+    assert model.float().head.weight is weight
 
 
 def test_second_order_is_an_error_in_words():
