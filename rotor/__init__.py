@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rotor.fit.decorator import fit_batch_size
     from rotor.fit.result import LargestBatch
     from rotor.fit.search import largest_batch
-    from rotor.rockmate import Hiremate, PureCheckmate, PureRockmate, PureRotor, Rockmate
+    from rotor.rockmate import Hiremate, Offmate, PureCheckmate, PureRockmate, PureRotor, Rockmate
     from rotor.tier.disk import DiskTier
     from rotor.tier.interface import Tier
     from rotor.wrapper.checkpointable import Checkpointable
@@ -47,6 +47,7 @@ __all__ = [
     "LargestBatch",
     "MalformedLogError",
     "MemoryLimitWarning",
+    "Offmate",
     "PureCheckmate",
     "PureRockmate",
     "PureRotor",
@@ -65,6 +66,7 @@ _LAZY = {
     "DiskTier": "rotor.tier.disk",
     "LargestBatch": "rotor.fit.search",
     "Hiremate": "rotor.rockmate",
+    "Offmate": "rotor.rockmate",
     "PureCheckmate": "rotor.rockmate",
     "PureRockmate": "rotor.rockmate",
     "PureRotor": "rotor.rockmate",

@@ -24,12 +24,13 @@ from rotor.graph.blockwise import plan_blocks
 from rotor.graph.graph import Graph, Storage
 from rotor.graph.program import Program
 from rotor.meter import allocator
+from rotor.rockmate.offmate import Offmate
 from rotor.rockmate.solvers import Solver, chosen
 from rotor.units import exact_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.setting import Setting, checked_limit, plan_anew
 
-__all__ = ["Hiremate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
+__all__ = ["Hiremate", "Offmate", "PureCheckmate", "PureRockmate", "PureRotor", "Rockmate"]
 
 _WITHOUT_EFFECT = frozenset(
     [

@@ -530,6 +530,18 @@ def test_data_of_a_parameter_is_taken_over():
     assert model.float().head.weight is weight
 
 
+def test_offmate_is_the_published_call():
+    plain, model, data = made("gpt"), made("gpt"), batches("gpt")
+    one, other = (OPTIMIZERS["adamw"](m.parameters()) for m in (plain, model))
+    expected = train(plain, plain, one, data)
+    chk = rotor.Offmate(model, data[0], LIMIT, other)
+    assert chk.plan.predicted_bytes <= LIMIT
+    assert train(chk, model, other, data) == expected
+    assert_same(plain, model, one, other)
+    values = rotor.Offmate(made("gpt"), data[0], "8MiB")
+    assert type(values.module.head.weight) is nn.Parameter
+
+
 def test_second_order_is_an_error_in_words():
     chk, _ = compare("gpt", "sgd", "plain")
     loss = chk(*batches("gpt")[0])
