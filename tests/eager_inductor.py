@@ -84,7 +84,7 @@ def rely_on_sizes(monkeypatch):
             for value in values:
                 if symbols.is_symbol(value):
                     bool(value == symbols.hint_of(value))
-        _inductor._conditions(mode.shape_env, known)
+        _inductor._conditions(mode.shape_env, known, set())
         return compile_graph(module, values, mode)
 
     monkeypatch.setattr(_inductor, "compile_graph", compile_relying)

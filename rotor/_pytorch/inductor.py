@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -301,8 +301,8 @@ def _stored(value: Any) -> str:
     return str(buffer.get_name()) if isinstance(buffer, Buffer) else ""
 
 
-def _conditions(environment: Any, known: int) -> tuple[str, ...]:
-    """Return conditions on symbols, on which kernels may rely, as Python's expressions.
+def _conditions(environment: Any, known: int, names: Set[str]) -> tuple[str, ...]:
+    """Return conditions on symbols, on which kernels of these may rely, as Python's expressions.
 
     `known` is the number of symbols that had been replaced by numbers before. A ValueError says if
     a kernel has replaced one.
@@ -311,7 +311,10 @@ def _conditions(environment: Any, known: int) -> tuple[str, ...]:
     if len(constants) > known:
         named = ", ".join(f"{s} = {environment.replacements[s]}" for s in constants[known:])
         raise ValueError(f"a kernel holds only where {named}")
-    return tuple([symbols.text_of_expression(guard.expr) for guard in environment.guards])
+    found = [environment.replace(guard.expr) for guard in environment.guards]
+    # A kernel relies on nothing but its own arguments.
+    own = [one for one in found if one.free_symbols and names >= set(map(str, one.free_symbols))]
+    return tuple(dict.fromkeys(map(symbols.text_of_expression, own)))
 
 
 @contextmanager
@@ -347,4 +350,5 @@ def compile_graph(
     run: Callable[[list[Any]], Any] = getattr(compiled, "current_callable", None) or compiled
     if environment is None:
         return run, ()
-    return run, _conditions(environment, sum(value.is_number for value in known))
+    names = {name for value in values for name in symbols.symbols_in(value)}
+    return run, _conditions(environment, sum(value.is_number for value in known), names)

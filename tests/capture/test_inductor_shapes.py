@@ -188,6 +188,26 @@ def test_auto_chooses_for_kernels_of_any_sizes(compiled, monkeypatch):
 
 
 @pytest.mark.slow
+def test_kernels_rely_on_sizes_of_their_own_alone():
+    """The length of the targets is that of the input: it is no symbol of the graph."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("table", torch.randn(40, WIDTH))
+
+        def forward(self, x):
+            return torch.tanh(self.inner(x) * self.table[: x.shape[1]])
+
+    model = planned(Turned(), loss_fn=lambda output, target: (output * target).square().mean())
+    for length in LENGTHS[:4]:
+        given = torch.randn(2, length, WIDTH), torch.randn(2, length, WIDTH)
+        model(given[0], targets=(given[1],)).backward()
+    assert "4 share 1 captured graph" in model.report()
+
+
+@pytest.mark.slow
 def test_compiled_kernels_take_any_length():
     from torch._inductor import config
 
