@@ -21,6 +21,7 @@ typedef struct {
     int64_t pinned[MOST_STORAGES];
     int64_t lazy[MOST_STORAGES];
     int64_t light[MOST_OPS];
+    int64_t clock[MOST_OPS];
     bool has_tapes; /* lazy and light count */
     int64_t count;
     int64_t storages;
@@ -42,6 +43,7 @@ static inline rotor_dataflow_arrays_t arrays_of(const drawing_t *d) {
         .pinned = d->pinned,
         .lazy = d->has_tapes ? d->lazy : NULL,
         .light_bytes = d->has_tapes ? d->light : NULL,
+        .clock = d->clock,
     };
 }
 
@@ -83,6 +85,39 @@ static inline void draw_training(drawing_t *d, int64_t layers, uint64_t seed) {
         d->pinned[weight] = 1;
         gradient = draw(d, 2, 5, d->bytes[kept[k]], gradient, kept[k],
                         k > 0 && k % 2 == 0 ? kept[k - 1] : -1);
+    }
+}
+
+/* Layers whose parameters are read from a second tier in both phases, and gradients that are written there. */
+static inline void draw_homes(drawing_t *d, int64_t layers, uint64_t seed) {
+    int64_t homes[MOST_OPS];
+    int64_t kept[MOST_OPS];
+    int64_t last = -1;
+    memset(d, 0, sizeof(*d));
+    for (int64_t k = 0; k < layers; k++) {
+        homes[k] = draw(d, 0, 1 + (int64_t)(seed + 5 * (uint64_t)k) % 9, 40 + 30 * (k % 4), -1, -1, -1);
+        d->clock[d->count - 1] = ROTOR_READS;
+    }
+    for (int64_t k = 0; k < layers; k++) {
+        kept[k] = draw(d, 0, 2 + k % 5, 60 + 20 * (k % 3), k > 0 ? kept[k - 1] : -1, homes[k], -1);
+    }
+    int64_t gradient = draw(d, 1, 3, 40, kept[layers - 1], -1, -1);
+    for (int64_t k = layers - 1; k >= 0; k--) {
+        int64_t weight = draw(d, 2, 4, d->bytes[homes[k]], gradient, kept[k], -1);
+        d->flags[d->count - 1] = ROTOR_ONCE;
+        gradient = draw(d, 2, 5, d->bytes[kept[k]], gradient, kept[k], homes[k]);
+        int64_t put = d->count++;
+        d->phase[put] = 2;
+        d->cost[put] = k % 3 == 0 ? 0 : 1 + k % 7;
+        d->flags[put] = ROTOR_ONCE;
+        d->clock[put] = ROTOR_WRITES;
+        d->input_start[put + 1] = d->input_start[put];
+        d->inputs[d->input_start[put + 1]++] = weight;
+        if (last >= 0) {
+            d->inputs[d->input_start[put + 1]++] = last;
+        }
+        d->output_start[put + 1] = d->output_start[put];
+        last = weight;
     }
 }
 

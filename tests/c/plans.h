@@ -8,10 +8,13 @@
 
 static drawing_t drawing;
 static bool with_tapes;
+static bool with_homes;
 
 static void build(rotor_dataflow_t *graph, int64_t layers, uint64_t seed) {
     if (with_tapes) {
         draw_tapes(&drawing, layers, seed);
+    } else if (with_homes) {
+        draw_homes(&drawing, layers, seed);
     } else {
         draw_training(&drawing, layers, seed);
     }

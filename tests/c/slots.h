@@ -26,7 +26,7 @@ static inline const char *runs_fault(const rotor_slots_t *self) {
             return "`repeated` does not list the operations with two runs or more";
         }
         runs -= self->runs[op];
-        time_ns += self->runs[op] * self->graph->cost_ns[op];
+        time_ns += self->runs[op] * rotor_dataflow_run_ns(self->graph, op, self->link != NULL);
     }
     return runs != 0                  ? "`runs` does not count the runs in the slots"
            : time_ns != self->time_ns ? "time_ns is not the sum of the runs"
@@ -38,7 +38,9 @@ static inline const char *events_fault(const rotor_slots_t *self) {
     int64_t events = 0;
     for (int32_t s = 0; s < graph->storage_count; s++) {
         const rotor_events_t *list = &self->events[s];
-        events += list->count - (self->link == NULL ? 0 : self->moving.actions[s]);
+        int32_t actions = self->link == NULL ? 0 : self->moving.actions[s];
+        /* What is at home is counted as if it had one. */
+        events += list->count - (actions > 0 ? actions - rotor_dataflow_is_home(graph, s) : 0);
         for (int32_t k = 0; k < list->count; k++) {
             if (self->op_at[list->slots[k]] < 0 ||
                 (k > 0 && list->slots[k - 1] >= list->slots[k])) {

@@ -44,7 +44,7 @@ static int32_t any_item(const rotor_slots_t *slots, int32_t slot, rotor_random_t
         }
         return is_ready ? op : -1;
     }
-    if (slots->moving.read_ns[s] < 0 || rotor_events_below(&slots->events[s], slot) == 0) {
+    if (slots->moving.read_ns[s] < 0 || rotor_dataflow_is_home(g, s) || rotor_events_below(&slots->events[s], slot) == 0) {
         return -1;
     }
     return finish < 0      ? rotor_item_finish(g, s)
@@ -145,6 +145,53 @@ static void test_plans(void) {
         rotor_dataflow_free(&graph);
     }
     CHECK(faster >= 8);
+}
+
+/* Plans in which parameters are read again have the simulator's price, and the clocks of the search. */
+static void test_homes(void) {
+    int32_t repeated = 0;
+    with_homes = true;
+    test_slots();
+    for (uint64_t seed = 1; seed < 16; seed++) {
+        rotor_planner_options_t options = {.random_runs = 2, .moves = 3000, .seed = seed};
+        rotor_dataflow_t graph;
+        rotor_plan_t plan = {.cost = {0}};
+        rotor_link_t link = plain;
+        link.duplex = seed % 3 == 0;
+        options.link = &link;
+        build(&graph, 4 + (int64_t)seed, seed);
+        int64_t most = in_order(&graph, &plan.program);
+        CHECK(rotor_planner_plan(&graph, 1, &options, NULL, &plan) == ROTOR_ERR_INFEASIBLE);
+        int64_t budget = plan.cost.peak_bytes + (most - plan.cost.peak_bytes) / 4;
+        CHECK(rotor_planner_plan(&graph, budget, &options, NULL, &plan) == ROTOR_OK);
+        check_plan(&graph, &link, &plan, budget);
+        for (int64_t k = 0, gets = 0; k < plan.program.length; k++) {
+            int32_t item = plan.program.ops[k];
+            gets += rotor_item_is_run(&graph, item) && graph.clock[item] == ROTOR_READS;
+            repeated += gets == 5 + (int64_t)seed;
+        }
+        rotor_program_free(&plan.program);
+        rotor_dataflow_free(&graph);
+    }
+    with_homes = false;
+    CHECK(repeated > 0);
+}
+
+/* An operation that reads has one output and nothing else; one that writes runs once and has none. */
+static void test_wrong_clocks(void) {
+    rotor_dataflow_t graph;
+    draw_homes(&drawing, 3, 1);
+    rotor_dataflow_arrays_t arrays = arrays_of(&drawing);
+    rotor_dataflow_init(&graph);
+    drawing.clock[4] = ROTOR_READS; /* it has inputs */
+    CHECK(rotor_dataflow_build(&graph, &arrays) == ROTOR_ERR_BAD_OPERATION);
+    drawing.clock[4] = ROTOR_WRITES; /* it has an output */
+    CHECK(rotor_dataflow_build(&graph, &arrays) == ROTOR_ERR_BAD_OPERATION);
+    drawing.clock[4] = 3;
+    CHECK(rotor_dataflow_build(&graph, &arrays) == ROTOR_ERR_BAD_OPERATION);
+    drawing.clock[4] = ROTOR_COMPUTES;
+    drawing.pinned[0] = 1;
+    CHECK(rotor_dataflow_build(&graph, &arrays) == ROTOR_ERR_BAD_OPERATION);
 }
 
 static int64_t sum_of(const rotor_program_t *program) {
@@ -339,6 +386,7 @@ static const test_case_t cases[] = {
     {"walks", test_walks},
     {"starts", test_starts},
     {"plans", test_plans},
+    {"homes", test_homes}, {"wrong_clocks", test_wrong_clocks},
     {"curve", test_curve},
     {"interrupted", test_interrupted}, {"infeasible", test_infeasible},
     {"out_of_memory", test_out_of_memory},
