@@ -340,7 +340,10 @@ def test_hiremate_has_a_choice_of_algorithms(span):
 
 
 def test_choices_are_where_they_were_published():
-    assert set(rockmate.__all__) == {choice.__name__ for choice in CHOICES} | {"PureCheckmate"}
+    assert set(rockmate.__all__) == {choice.__name__ for choice in CHOICES} | {
+        "Offmate",
+        "PureCheckmate",
+    }
     assert all(getattr(rotor, name) is getattr(rockmate, name) for name in rockmate.__all__)
 
 
