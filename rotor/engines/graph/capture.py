@@ -525,7 +525,8 @@ class Capture:
         if self.backend == "inductor":
             with inductor.explained():
                 fuse(module, num_fwd_outputs)
-        insert_fetches(module, self._homes, num_fwd_outputs)
+        if self._homes:
+            insert_fetches(module, self._homes, num_fwd_outputs)
         lowered = lower(module, num_fwd_outputs)
         lowered.variables = variables
         if lowered.symbols and not symbols.are_marked() and not self._numbers:
