@@ -410,7 +410,8 @@ def inputs_by_tensor(graph: fx.Graph) -> dict[int, fx.Node]:
     return {id(found.example): n for n in nodes if (found := n.meta.get("grapharg")) is not None}
 
 
-SLOT = "rotor_slot_of_input"
+SLOT = "rotor_slot"
+"""Place, among what is known of an added input, of the slot of a module that holds its tensor."""
 
 
 def tensors_of_inputs(graph: fx.Graph) -> list[Any]:

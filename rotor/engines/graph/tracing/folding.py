@@ -38,7 +38,6 @@ from rotor.engines.graph.tracing.region_ops import (
 _ATTEMPTS = 3
 """Traces of a model that are made before its modules are traced with the rest."""
 
-_SLOT = "rotor_slot"
 
 _NUMBER = re.compile(r"_\d+$")
 """Number at the end of a node's name."""
@@ -285,7 +284,7 @@ class Folding:
                     with graph.graph.inserting_after(after):
                         value = regions.stand_in(tensor)
                         after = regions.add_input(graph.graph, f"{node.name}_{number}", value)
-                    after.meta[_SLOT] = slots[id(tensor)]
+                    after.meta[regions.SLOT] = slots[id(tensor)]
                     arguments[number] = known[id(tensor)] = after
             node.args = (*node.args[:2], *arguments)
             prefixes[node] = (core.module_path(traced.source.name), core.module_path(call.path))
@@ -300,12 +299,11 @@ class Folding:
         taken: dict[int, Slot] = {}
         given = []
         for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-            slot = node.meta.pop(_SLOT, None)
+            slot = node.meta.get(regions.SLOT)
             if slot is None:
                 given.append(next(known))
             else:
                 taken[position] = slot
-                node.meta[regions.SLOT] = slot
                 given.append(node.meta["example_value"])
         return taken, given
 
@@ -425,7 +423,7 @@ def _last_known(graph: fx.Graph, names: Sequence[str]) -> fx.Node:
     wanted = set(names)
     last: fx.Node | None = None
     for node in graph.find_nodes(op="placeholder"):
-        if node.name in wanted or _SLOT in node.meta:
+        if node.name in wanted or regions.SLOT in node.meta:
             last = node
     if last is None:
         raise Uncertain("a module is called before any input is known")
