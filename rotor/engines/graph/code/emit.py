@@ -38,7 +38,7 @@ from rotor.engines.graph.code.proving import Prover, compared_storages
 from rotor.engines.graph.costs.repeating import is_empty
 from rotor.engines.graph.tracing.collectives import is_collective, is_wait
 from rotor.engines.graph.tracing.false_edges import of_sizes
-from rotor.engines.graph.tracing.fetches import Fetch, arrived
+from rotor.engines.graph.tracing.fetches import Fetch, arrived, is_fetch
 from rotor.engines.graph.tracing.groups import Group, groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
 from rotor.errors import CaptureError
@@ -474,10 +474,8 @@ def emit(
             if task.settle is not None:
                 writer.lines.append(f"{writer.constant(task.settle)}()")
             if task.gradients:
-                leaves = None if task.settle is not None else sorted(dying[position])
-                hand_out(writer, task.gradients, leaves)
+                hand_out(writer, task.gradients, None if task.settle else sorted(dying[position]))
             if task.gradients or task.settle is not None:
-                writer.drop(sorted(dying[position]))
                 continue
             if index in replays and index not in ran:
                 writer.lines.append(f"{replays[index]} = get_state({index})")
@@ -488,7 +486,7 @@ def emit(
             writer.note(index, noted, is_first=index not in ran)
             writer.drop([s for s in noted if s not in kept[position]])
             moves.send(writer, position)
-            if task.node is not None and isinstance(task.node.target, Fetch):
+            if is_fetch(task.node):
                 moves.begin_read(kept[position])
             ran.add(index)
             remaining[index] -= 1

@@ -16,7 +16,7 @@ from torch import fx
 from rotor._pytorch import devices
 from rotor.engines.graph.code.actions import movable
 from rotor.engines.graph.costs.profile import Cost
-from rotor.engines.graph.tracing.fetches import Fetch
+from rotor.engines.graph.tracing.fetches import is_fetch
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.graph import planner
 from rotor.graph.blocks import runs_outside
@@ -75,7 +75,7 @@ def _on_link(
     lowered: Lowered, task: Task, operation: Operation, link: Link, sizes: Sequence[int]
 ) -> Operation:
     """Return the operation of a task, as a transfer where it is one."""
-    if task.node is not None and isinstance(task.node.target, Fetch):
+    if is_fetch(task.node):
         ns = link.read_ns(sum(sizes[s] for s in operation.outputs))
         return replace(operation, cost_ns=ns, clock="read")
     if task.settle is None:

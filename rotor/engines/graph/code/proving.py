@@ -14,7 +14,7 @@ import torch
 from rotor.common.checksums import proof_bytes
 from rotor.engines.graph.code.actions import Action, Kind, actions_of, deaths
 from rotor.engines.graph.costs.repeating import is_unspecified
-from rotor.engines.graph.tracing.fetches import Fetch
+from rotor.engines.graph.tracing.fetches import is_fetch
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.engines.proofs import Origins, RunProof, StepProof, buffers_before
 
@@ -98,8 +98,7 @@ def compared_storages(
             continue
         task = lowered.tasks[action.number]
         for path, storage in task.made.items():
-            is_read = task.node is not None and isinstance(task.node.target, Fetch)
-            if task.node is None or is_read or is_unspecified(task.node, path):
+            if task.node is None or is_fetch(task.node) or is_unspecified(task.node, path):
                 continue
             if storage not in found:
                 found[storage] = [position]

@@ -43,6 +43,11 @@ class Fetch:
         return made
 
 
+def is_fetch(node: fx.Node | None) -> bool:
+    """Return whether a node of a graph fetches a parameter."""
+    return node is not None and isinstance(node.target, Fetch)
+
+
 def arrived(tensor: torch.Tensor) -> None:
     """Wait until a tensor of `Fetch.begin` is complete; a second backward has waited before."""
     arriving = vars(tensor).pop("arriving", None)
