@@ -80,6 +80,21 @@ class Convolutions(nn.Module):
         return F.cross_entropy(self.head(F.relu(x + self.second(x)).flatten(1)), targets)
 
 
+class Products(nn.Module):
+    """Weights with low-rank additions, whose gradients follow from those of the weights."""
+
+    def __init__(self, width=64, rank=32) -> None:
+        super().__init__()
+        sizes = [(width, width), (width, rank), (rank, width)]
+        layers = [[nn.Parameter(torch.randn(size) / 10) for size in sizes] for _ in range(4)]
+        self.layers = nn.ModuleList([nn.ParameterList(layer) for layer in layers])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for whole, left, right in self.layers:
+            x = F.relu(x @ (whole + left @ right))
+        return x.square().mean()
+
+
 def words() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 200, (3, 32)), torch.randint(0, 200, (3, 32))
 
@@ -94,6 +109,7 @@ MODELS = {
     "dropout": (partial(GPT, dropout=0.1), words),
     "experts": (Experts, words),
     "convolutions": (Convolutions, images),
+    "products": (Products, lambda: (torch.randn(128, 64),)),
 }
 OPTIMIZERS = {
     "sgd": partial(optim.SGD, lr=0.1),
@@ -175,6 +191,7 @@ def compare(name: str, optimizer: str, way: str, limit: int = LIMIT, **settings)
     )
     assert train(chk, model, other, data, way) == expected
     assert_same(plain, model, one, other)
+    assert chk.planned_as == chk.plan.engine == "graph"
     assert chk.plan.measured_bytes <= limit
     return chk, other
 

@@ -32,8 +32,8 @@ class Away:
     ) -> Away | None:
         """Return the gradients of a captured step that leave, if any can.
 
-        What makes them runs once from now on: they are in memory while they leave. Raise CannotPlan
-        if the origins of gradients are unknown.
+        What makes or reads them runs once from now on: they are in memory while they leave, and go
+        with their handover. Raise CannotPlan if the origins of gradients are unknown.
         """
         if state is None:
             return None
@@ -52,5 +52,6 @@ class Away:
         ]
         leaving = {s for k in found for s in lowered.values[lowered.gradients[k]].storages}
         for task in lowered.tasks:
-            task.once |= not leaving.isdisjoint(task.made.values())
+            is_used = not leaving.isdisjoint((*task.inputs, *task.made.values()))
+            task.once |= is_used and task.node is not None
         return cls(frozenset(found), state.settle)

@@ -74,6 +74,7 @@ def insert_fetches(module: fx.GraphModule, homes: Sequence[Home | None], outputs
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     returned = set(graph.output_node().all_input_nodes)
+    place = {node: number for number, node in enumerate(graph.nodes)}
     for node, home in zip(placeholders, homes, strict=False):
         if home is None or not node.users:
             continue
@@ -83,7 +84,7 @@ def insert_fetches(module: fx.GraphModule, homes: Sequence[Home | None], outputs
                 "second tier: return a clone of it, or leave offload_state out"
             )
         value = node.meta["val"]
-        with graph.inserting_before(next(iter(node.users))):
+        with graph.inserting_before(min(node.users, key=place.__getitem__)):
             made = graph.call_function(Fetch(home))
         node.replace_all_uses_with(made)
         made.meta["val"] = value
