@@ -164,6 +164,11 @@ _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of a tensor are in a second tier."""
+    return bool(getattr(tensor, "is_away", False))
+
+
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense parts of a tensor: itself, or its parts if sparse, jagged or distributed.
 
@@ -177,7 +182,7 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if type(tensor) in _PLAIN_TYPES:
             return (tensor,)
         if not is_traceable_wrapper_subclass(wrapper):
-            return () if getattr(tensor, "is_away", False) else (tensor,)
+            return () if is_away(tensor) else (tensor,)
         inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
         tensors = [part for part in inner if isinstance(part, torch.Tensor)]
         return tuple(part for one in tensors for part in strided_parts(one))

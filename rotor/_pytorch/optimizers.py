@@ -85,7 +85,9 @@ def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tu
             total += missing
             names += [type(optimizer).__name__] if missing else []
             held |= own
-    others = [p for p in parameters if id(p) not in held and p.device == device and not _is_away(p)]
+    others = [
+        p for p in parameters if id(p) not in held and p.device == device and not core.is_away(p)
+    ]
     if others:
         total += ASSUMED[1] * sum(local(p).nbytes for p in others if p.requires_grad)
         names.append(ASSUMED[0])
@@ -109,11 +111,6 @@ def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _is_away(parameter: torch.Tensor) -> bool:
-    """Return whether the bytes of a parameter, and so its states, are in a second tier."""
-    return bool(getattr(parameter, "is_away", False))
-
-
 def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     leaves, _ = core.tree_flatten(list(optimizer.state.values()))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -127,7 +124,7 @@ def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
             for p in group["params"]
             if p.requires_grad
             and p.device == device
-            and not _is_away(p)
+            and not core.is_away(p)
             and not optimizer.state.get(p)
         )
         for (shape, dtype), count in missing.items():

@@ -131,14 +131,6 @@ def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
             setattr(home, name, export)
 
 
-core.check(
-    """
-    _C._DisableTorchDispatch _C._construct_storage_from_data_pointer
-    _C._set_throw_on_mutable_data_ptr _C._to_dlpack autograd.profiler._is_profiler_enabled
-    """
-)
-
-
 _MMAP_THRESHOLD = -3
 
 
@@ -151,6 +143,14 @@ def give_large_blocks_back(least_bytes: int) -> None:
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, least_bytes)
 
+
+core.check(
+    """
+    Tensor._make_wrapper_subclass _C._DisableTorchDispatch
+    _C._construct_storage_from_data_pointer _C._disabled_torch_function_impl
+    _C._set_throw_on_mutable_data_ptr _C._to_dlpack autograd.profiler._is_profiler_enabled
+    """
+)
 
 OPERATIONS_ONLY = torch._C._disabled_torch_function_impl
 """Override of functions for a type of tensors whose operations alone are overridden."""
