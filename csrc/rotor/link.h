@@ -41,7 +41,7 @@ bool rotor_link_moves(const rotor_link_t *self, const rotor_dataflow_t *graph, i
 
 int64_t rotor_link_write_ns(const rotor_link_t *self, int64_t bytes);
 int64_t rotor_link_read_ns(const rotor_link_t *self, int64_t bytes);
-/* The same of all storages; -1 where one does not move. */
+/* The same of all storages; -1 where one does not move. One at home is there already. */
 void rotor_link_times(const rotor_link_t *self, const rotor_dataflow_t *graph, int64_t *write_ns,
                       int64_t *read_ns);
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from rotor._core import PIECE_BYTES
 from rotor._pytorch import core, dispatch, pointers
-from rotor.tier.interface import Tier
+from rotor.tier.interface import Tier, bytes_at_phase, bytes_within
 from rotor.tier.store import piece_offsets
 
 Tickets = list[Any]
@@ -49,10 +49,7 @@ class Home:
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """Return new bytes, which the tier can read to and write from."""
-        alignment = self.tier.alignment_bytes
-        room = torch.empty(nbytes + alignment - 1, dtype=torch.uint8, device=self.device)
-        begin = (self.phase - room.data_ptr()) % alignment
-        return room[begin : begin + nbytes]
+        return bytes_at_phase(nbytes, self.phase, self.tier.alignment_bytes, self.device)
 
     def _shaped(self, memory: torch.Tensor) -> torch.Tensor:
         made = torch.empty(0, dtype=self.dtype, device=memory.device)
@@ -124,9 +121,8 @@ def _unseen() -> Iterator[None]:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a dense tensor, in the order in which they lie in memory."""
-    begin, nbytes = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
-    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return made.set_(tensor.untyped_storage(), begin, (nbytes,), (1,))
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return bytes_within(tensor.untyped_storage(), begin, tensor.numel() * tensor.itemsize)
 
 
 class AwayTensor(torch.Tensor):

@@ -197,3 +197,16 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Give up the place; by default nothing has to be done."""
+
+
+def bytes_at_phase(nbytes: int, phase: int, alignment: int, device: torch.device) -> torch.Tensor:
+    """Return new bytes whose address has a phase modulo an alignment."""
+    room = torch.empty(nbytes + alignment - 1, dtype=torch.uint8, device=device)
+    begin = (phase - room.data_ptr()) % alignment
+    return room[begin : begin + nbytes]
+
+
+def bytes_within(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a storage as a tensor that shares its memory."""
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return made.set_(storage, begin, (nbytes,), (1,))

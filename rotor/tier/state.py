@@ -55,8 +55,8 @@ class AwayState:
         "device": the optimizer computes where the model does; "host": in the memory of the tier.
     weights
         Source of the values of parameters and buffers on the meta device, as of `weights_of`.
-    device
-        Device on which operations get the bytes of parameters on the meta device.
+    limit
+        Function that returns the bytes that an update may have; ``None`` for any.
 
     Raises
     ------
@@ -71,11 +71,11 @@ class AwayState:
         tier: Tier,
         update: str | None = None,
         weights: Weights | None = None,
-        device: torch.device | None = None,
+        limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         parameters = list(dict.fromkeys(module.parameters()))
         _check(parameters, optimizer, update)
-        source = _Source(module, weights, device)
+        source = _Source(module, weights)
         self.tier = tier
         self.update = update or ("host" if tier.has_memory else "device")
         if self.update == "host" and not tier.has_memory and tier.device_types != {"cpu"}:
@@ -90,10 +90,7 @@ class AwayState:
         self._leaving: list[tuple[Home, tuple[torch.Tensor, Tickets]]] = []
         self.device = source.device
         self.updates = Updates(tier, is_on_host=self.update == "host")
-        self.update_bytes = 0
-        """Most bytes that an update has needed so far, as far as is known."""
-        self.limit: Callable[[], int | None] = lambda: None
-        """Function that returns the bytes that an update may have; ``None`` for any."""
+        self._limit = limit
         self._metered = 0
         self._has_warned = False
         if source.device.type == "cpu":
@@ -249,7 +246,7 @@ class AwayState:
     def run_update(self, optimizer: Optimizer) -> None:
         """Run an optimizer's step; see that its bytes keep the limit, in the first ones."""
         self.settle()
-        limit_bytes = self.limit()
+        limit_bytes = self._limit()
         if self._metered == _METERED_UPDATES or limit_bytes is None:
             self.updates.run(optimizer)
             return
@@ -265,7 +262,6 @@ class AwayState:
             meter.stop()
         self._metered += 1
         peak_bytes = meter.peak_bytes
-        self.update_bytes = max(self.update_bytes, peak_bytes)
         own = self.resident_bytes()
         if own + peak_bytes > limit_bytes and not self._has_warned:
             self._has_warned = True
@@ -281,9 +277,7 @@ class AwayState:
 class _Source:
     """Values of a model's parameters and buffers: their own, or those of a file."""
 
-    def __init__(
-        self, module: nn.Module, weights: Weights | None, device: torch.device | None
-    ) -> None:
+    def __init__(self, module: nn.Module, weights: Weights | None) -> None:
         self._module = module
         self._find = None if weights is None else weights_of(weights)
         self._names: dict[int, list[str]] = {}
@@ -294,7 +288,7 @@ class _Source:
             self._names.setdefault(id(tensor), []).append(name)
         tensors = [*module.parameters(), *module.buffers()]
         places = {t.device for t in tensors if not t.is_meta}
-        self.device = device or next(iter(places), torch.device("cpu"))
+        self.device = next(iter(places), torch.device("cpu"))
         self._check(tensors)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:

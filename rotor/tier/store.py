@@ -11,7 +11,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import dispatch
-from rotor.tier.interface import Tier, Traffic
+from rotor.tier.interface import Tier, Traffic, bytes_at_phase, bytes_within
 from rotor.tier.offload import PLANNED_SHARE, Offload, check_device
 
 _OTHER = 1.5
@@ -119,7 +119,7 @@ class TierStore:
         tier = self.tier
         tickets = []
         with dispatch.without_functions(), dispatch.without_modes():
-            source = _as_bytes(storage)
+            source = bytes_within(storage, 0, storage.nbytes())
             offsets, nbytes = piece_offsets(tier, len(source))
             phase = source.data_ptr() % tier.alignment_bytes
             copy = _Copy(tier, tier.allocate(nbytes), len(source), phase, offsets, source.device)
@@ -145,7 +145,7 @@ class TierStore:
         begun = time.monotonic_ns()
         with dispatch.without_functions(), dispatch.without_modes():
             made = torch.UntypedStorage(copy.nbytes, device=copy.device)
-            target = _as_bytes(made)
+            target = bytes_within(made, 0, copy.nbytes)
             phase = target.data_ptr() % self.tier.alignment_bytes
             tickets: list[Any] = []
             try:
@@ -170,7 +170,8 @@ class TierStore:
         """Read through two buffers that begin where the tier can read to, by turns."""
         tier = self.tier
         pieces = target.split(_core.PIECE_BYTES)
-        buffers = [_at_phase(len(pieces[0]), copy, tier.alignment_bytes) for _ in pieces[:2]]
+        place = (copy.phase, tier.alignment_bytes, copy.device)
+        buffers = [bytes_at_phase(len(pieces[0]), *place) for _ in pieces[:2]]
         for k, offset in enumerate(copy.offsets):
             tickets.append(tier.read(copy.area, offset, buffers[k % 2][: len(pieces[k])]))
             if k > 0:
@@ -190,18 +191,8 @@ def piece_offsets(tier: Tier, nbytes: int) -> tuple[list[int], int]:
     return offsets, whole * room + (tier.room(rest) if rest else 0)
 
 
-def _at_phase(nbytes: int, copy: _Copy, alignment: int) -> torch.Tensor:
-    memory = torch.empty(nbytes + alignment, dtype=torch.uint8, device=copy.device)
-    begin = (copy.phase - memory.data_ptr()) % alignment
-    return memory[begin : begin + nbytes]
-
-
 def _finish(tier: Tier, tickets: list[Any]) -> None:
     """Wait for the transfers of a step that has failed, so that none is under way afterwards."""
     for ticket in tickets:
         with suppress(Exception):
             tier.wait(ticket)
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

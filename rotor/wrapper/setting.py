@@ -98,9 +98,8 @@ def away_state(
             "parameters in a second tier are fetched by captured graphs, and "
             f'engine="{settings.engine}" has none: use engine="graph", or leave offload_state out'
         )
-    found = AwayState(settings.module, optimizer, settings.offload.tier, update, weights)
-    found.limit = lambda: settings.mem_limit
-    return found
+    tier = settings.offload.tier
+    return AwayState(settings.module, optimizer, tier, update, weights, lambda: settings.mem_limit)
 
 
 def checked_limit(limit: int | str | None) -> int | None:

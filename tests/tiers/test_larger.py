@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -397,7 +398,7 @@ def test_a_model_trains_where_the_plain_one_cannot_exist(tmp_path):
     """320 MiB beside the interpreter hold a limit of 64, for 330 of parameters and states."""
     script = tmp_path / "large.py"
     script.write_text(LARGE)
-    tests = str(__import__("pathlib").Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[1])
     ran = [
         subprocess.run(
             [sys.executable, "-W", "ignore", script, tests, way, tmp_path],

@@ -14,7 +14,7 @@ import torch
 
 from rotor.engines.graph.code.actions import Action, Kind, actions_of, offloaded, root_names
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.tier.interface import Tier, Traffic
+from rotor.tier.interface import Tier, Traffic, bytes_within
 
 logger = logging.getLogger("rotor")
 
@@ -150,8 +150,7 @@ class StepTier:
                 f"a value of {nbytes} bytes is to be offloaded, and its plan has room for {room}: "
                 "an operation has made more than when it was measured. Run measure() again"
             )
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        source.set_(memory, begin, (nbytes,), (1,))
+        source = bytes_within(memory, begin, nbytes)
         phase = source.data_ptr() % self._tier.alignment_bytes
         offset = tensor.storage_offset() - begin // tensor.itemsize
         form = tensor.shape, tensor.stride(), offset
