@@ -24,6 +24,7 @@ from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.tier.homes import AwayTensor, Home, Tickets
 from rotor.tier.interface import Tier
+from rotor.tier.offload import check_device
 from rotor.tier.updates import LEAST_BYTES, Updates
 from rotor.tier.weights import Weight, Weights, weights_of
 from rotor.units import exact_bytes
@@ -75,7 +76,8 @@ class AwayState:
     ) -> None:
         parameters = list(dict.fromkeys(module.parameters()))
         _check(parameters, optimizer, update)
-        source = _Source(module, weights)
+        source = _Source(module, weights, tier)
+        check_device(tier, source.device)
         self.tier = tier
         self.update = update or ("host" if tier.has_memory else "device")
         if self.update == "host" and not tier.has_memory and tier.device_types != {"cpu"}:
@@ -277,7 +279,7 @@ class AwayState:
 class _Source:
     """Values of a model's parameters and buffers: their own, or those of a file."""
 
-    def __init__(self, module: nn.Module, weights: Weights | None) -> None:
+    def __init__(self, module: nn.Module, weights: Weights | None, tier: Tier) -> None:
         self._module = module
         self._find = None if weights is None else weights_of(weights)
         self._names: dict[int, list[str]] = {}
@@ -289,6 +291,9 @@ class _Source:
         tensors = [*module.parameters(), *module.buffers()]
         places = {t.device for t in tensors if not t.is_meta}
         self.device = next(iter(places), torch.device("cpu"))
+        found = torch.accelerator.current_accelerator()
+        if not places and found is not None and not tier.reaches(self.device):
+            self.device = torch.device(found.type, torch.accelerator.current_device_index())
         self._check(tensors)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:

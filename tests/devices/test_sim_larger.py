@@ -66,3 +66,25 @@ def test_training_is_that_of_the_plain_model(sim, make, update):
     # The first step measures the speed of the link too, in memory of its own.
     assert max(peaks[1:]) + resident + states <= limit
     assert max(plain_peaks) + 3 * sum(p.nbytes for p in net.parameters()) > 3 * limit
+
+
+def test_a_model_on_the_meta_device_begins_on_the_accelerator(sim):
+    plain = model().to("sim")
+    weights = {name: value.cpu() for name, value in plain.state_dict().items()}
+    expected, _ = train(sim, plain, plain, torch.optim.AdamW(plain.parameters()))
+    net = model().to("meta")
+    optimizer = torch.optim.AdamW(net.parameters())
+    chk = rotor.Checkpointable(
+        net, mem_limit=440 << 10, offload="host", offload_state=optimizer, weights=weights
+    )
+    found, _ = train(sim, net, chk, optimizer)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_disk_is_refused_before_anything_moves(sim):
+    net = model().to("sim")
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ValueError, match="does not reach the memory of sim"):
+        rotor.Checkpointable(net, mem_limit="1MiB", offload="disk", offload_state=optimizer)
+    assert all(type(parameter) is nn.Parameter for parameter in net.parameters())

@@ -431,6 +431,7 @@ class Counting(optim.SGD):
         ({"update": "elsewhere"}, ValueError, "unknown update 'elsewhere'"),
         ({"offload_state": None, "update": "host"}, ValueError, "update= is for parameters"),
         ({"offload_state": "adam"}, TypeError, "must be an optimizer"),
+        ({"offload": "host"}, ValueError, "does not reach the memory of cpu"),
     ],
 )
 def test_wrong_options_are_refused(settings, error, text):
