@@ -40,7 +40,9 @@ class Home:
     def __init__(self, tier: Tier, like: torch.Tensor, device: torch.device | None = None) -> None:
         self.tier = tier
         self.dtype, self.device, self.shape = like.dtype, device or like.device, like.shape
-        self.stride = torch.empty_like(like, device="meta").stride()
+        # Not of `like` itself, which may be a tensor without bytes.
+        form = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        self.stride = torch.empty_like(form).stride()
         self.nbytes = like.numel() * like.itemsize
         self.phase = 0
         self.offsets, nbytes = piece_offsets(tier, self.nbytes)

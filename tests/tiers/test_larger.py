@@ -242,6 +242,21 @@ def test_the_least_limit_is_kept_to_the_byte():
     assert everything > 3 * chk.mem_limit
 
 
+def test_a_step_moves_what_its_plan_says():
+    model, data, tier = made("gpt"), batches("gpt", 4), rotor.DiskTier()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    chk = rotor.Checkpointable(
+        model, mem_limit=1 << 19, offload=tier, offload_state=optimizer, planning="before"
+    )
+    train(chk, model, optimizer, data[:3])
+    before = tier.traffic.copy()
+    chk(*data[3]).backward()
+    moved, program = tier.traffic.since(before), chk.plan.program
+    # A fetch is into bytes whose place in a sector is that of the write.
+    assert program.fetched_bytes - moved.reads * 511 == moved.read_bytes > 0
+    assert program.offloaded_bytes == moved.written_bytes > 0
+
+
 def test_what_belongs_to_the_model_is_never_seen_empty():
     chk, optimizer = compare("gpt", "adamw", "plain")
     model, weight = chk.module, chk.module.head.weight
