@@ -26,19 +26,20 @@ static PyObject *raise_errno(int error) {
 static PyObject *raise_closed(void) {
     PyErr_SetString(PyExc_ValueError,
                     "the file of this tier is closed, or was opened by the process that this one "
-                    "was forked from: make a new tier in this process");
+                    "was forked from, which alone writes to it: make a new tier in this process");
     return NULL;
 }
 
 static PyObject *py_disk_file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"directory", "buffered", NULL};
+    static char *names[] = {"directory", "buffered", "name", NULL};
     PyObject *path = NULL;
+    const char *name = NULL;
     int buffered = 0;
     int error;
     int ret;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|p:DiskFile", names, PyUnicode_FSConverter,
-                                     &path, &buffered)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|pz:DiskFile", names,
+                                     PyUnicode_FSConverter, &path, &buffered, &name)) {
         return NULL;
     }
     py_disk_file_t *file = (py_disk_file_t *)type->tp_alloc(type, 0);
@@ -47,7 +48,7 @@ static PyObject *py_disk_file_new(PyTypeObject *type, PyObject *args, PyObject *
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS;
-    ret = rotor_tier_open(PyBytes_AS_STRING(path), buffered != 0, &file->tier, &error);
+    ret = rotor_tier_open(PyBytes_AS_STRING(path), name, buffered != 0, &file->tier, &error);
     Py_END_ALLOW_THREADS;
     if (ret == ROTOR_ERR_IO) {
         errno = error;
@@ -217,6 +218,11 @@ static PyObject *py_transfer_busy(PyObject *object, void *unused) {
     return PyLong_FromLongLong(transfer->file == NULL ? transfer->transfer.busy_ns : 0);
 }
 
+static PyObject *py_transfer_sum(PyObject *object, void *unused) {
+    py_transfer_t *transfer = (py_transfer_t *)object;
+    return PyLong_FromLongLong(transfer->file == NULL ? (int64_t)transfer->transfer.sum : 0);
+}
+
 static PyMethodDef file_methods[] = {
     {"reserve", py_disk_file_reserve, METH_O, reserve_doc},
     {"begin", py_disk_file_begin, METH_VARARGS, begin_doc},
@@ -231,8 +237,9 @@ static PyGetSetDef file_getset[] = {
 };
 
 PyDoc_STRVAR(file_doc,
-             "DiskFile(directory, buffered=False)\n--\n\n"
-             "File without a name, and the thread that moves bytes between it and memory.");
+             "DiskFile(directory, buffered=False, name=None)\n--\n\n"
+             "File, and the thread that moves bytes between it and memory; without a name it is gone "
+             "when the process ends.");
 
 static PyType_Slot file_slots[] = {
     {Py_tp_new, py_disk_file_new},         {Py_tp_dealloc, py_disk_file_dealloc},
@@ -247,6 +254,8 @@ static PyMethodDef transfer_methods[] = {
 
 static PyGetSetDef transfer_getset[] = {
     {"busy_ns", py_transfer_busy, NULL, "Time that it took, after `wait`.", NULL},
+    {"checksum", py_transfer_sum, NULL, "Checksum of the bytes that were moved, after `wait`.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

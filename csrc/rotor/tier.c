@@ -1,5 +1,6 @@
 #include "tier.h"
 
+#include "checksum.h"
 #include "probe.h"
 
 #include <errno.h>
@@ -41,7 +42,17 @@ struct rotor_tier {
     char *edges; /* two aligned sectors: before and after the whole ones */
 };
 
-/* A file without a name: a process that is killed leaves nothing. */
+static int open_named(const char *directory, const char *name, int flags) {
+    char path[PATH_MAX];
+    int length = snprintf(path, sizeof(path), "%s/%s", directory, name);
+    if (length < 0 || (size_t)length >= sizeof(path)) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    return open(path, O_CREAT | O_TRUNC | O_NOFOLLOW | O_RDWR | O_CLOEXEC | flags,
+                S_IRUSR | S_IWUSR);
+}
+
 static int open_unnamed(const char *directory, int flags) {
     int fd = -1;
 #ifdef O_TMPFILE
@@ -161,15 +172,16 @@ static int move_parts(const rotor_tier_t *tier, bool writes, struct iovec *parts
     return 0;
 }
 
-/* Moves a buffer; an errno, or 0. */
-static int move(const rotor_tier_t *tier, const rotor_transfer_t *transfer) {
+/* Moves a buffer, with two sectors for its edges, and notes its checksum; an errno, or 0. */
+static int move(const rotor_tier_t *tier, char *edges, rotor_transfer_t *transfer) {
+    const int64_t one = 1;
     int64_t sector = tier->sector;
     int64_t head = (int64_t)((0 - (uintptr_t)transfer->memory) & (uintptr_t)(sector - 1));
     head = rotor_min(head, transfer->bytes);
     int64_t whole = (transfer->bytes - head) / sector * sector;
     int64_t tail = transfer->bytes - head - whole;
-    char *before = tier->edges;
-    char *after = tier->edges + sector;
+    char *before = edges;
+    char *after = edges + sector;
     char *end = transfer->memory + head + whole;
     struct iovec parts[3];
     int count = 0;
@@ -184,6 +196,7 @@ static int move(const rotor_tier_t *tier, const rotor_transfer_t *transfer) {
         parts[count++] = (struct iovec){after, (size_t)sector};
     }
     if (transfer->writes) {
+        (void)rotor_checksum(transfer->memory, 1, 1, &transfer->bytes, &one, &transfer->sum);
         memcpy(before, transfer->memory, (size_t)head);
         memcpy(after, end, (size_t)tail);
     }
@@ -191,6 +204,7 @@ static int move(const rotor_tier_t *tier, const rotor_transfer_t *transfer) {
     if (error == 0 && !transfer->writes) {
         memcpy(transfer->memory, before, (size_t)head);
         memcpy(end, after, (size_t)tail);
+        (void)rotor_checksum(transfer->memory, 1, 1, &transfer->bytes, &one, &transfer->sum);
     }
     return error;
 }
@@ -213,7 +227,7 @@ static void *serve(void *argument) {
         tier->is_moving = true;
         pthread_mutex_unlock(&tier->mutex);
         int64_t begun = rotor_clock_ns();
-        int error = move(tier, transfer);
+        int error = move(tier, tier->edges, transfer);
         int64_t busy = rotor_clock_ns() - begun;
         pthread_mutex_lock(&tier->mutex);
         transfer->error = error;
@@ -238,7 +252,8 @@ static int start(rotor_tier_t *tier) {
     return error;
 }
 
-int rotor_tier_open(const char *directory, bool buffered, rotor_tier_t **tier, int *error) {
+int rotor_tier_open(const char *directory, const char *name, bool buffered, rotor_tier_t **tier,
+                    int *error) {
     rotor_tier_t *made = rotor_calloc(1, sizeof(*made));
     int ret = ROTOR_ERR_NO_MEMORY;
     int flags = 0;
@@ -263,7 +278,8 @@ int rotor_tier_open(const char *directory, bool buffered, rotor_tier_t **tier, i
         goto fail;
     }
 #endif
-    if ((made->fd = open_unnamed(directory, flags)) < 0) {
+    made->fd = name == NULL ? open_unnamed(directory, flags) : open_named(directory, name, flags);
+    if (made->fd < 0) {
         *error = errno;
         ret = !buffered && errno == EINVAL ? ROTOR_ERR_UNAVAILABLE : ROTOR_ERR_IO;
         goto fail;
@@ -349,14 +365,30 @@ int rotor_tier_reserve(rotor_tier_t *tier, int64_t bytes, int *error) {
     return ROTOR_OK;
 }
 
+/* Reads in a process that has no thread for it; several threads of it may do so at a time. */
+static void read_here(const rotor_tier_t *tier, rotor_transfer_t *transfer) {
+    char block[3 * SECTOR_MOST];
+    char *edges = block + ((0 - (uintptr_t)block) & (SECTOR_MOST - 1));
+    int64_t begun = rotor_clock_ns();
+    transfer->error = move(tier, edges, transfer);
+    transfer->busy_ns = rotor_clock_ns() - begun;
+    transfer->is_done = true;
+}
+
 int rotor_tier_begin(rotor_tier_t *tier, rotor_transfer_t *transfer) {
-    if (!tier->is_open || !is_ours(tier)) {
+    bool is_here = is_ours(tier);
+    if (!tier->is_open || (!is_here && transfer->writes)) {
         return ROTOR_ERR_UNAVAILABLE;
     }
     transfer->error = 0;
+    transfer->sum = 0;
     transfer->busy_ns = 0;
     transfer->is_done = false;
     transfer->next = NULL;
+    if (!is_here) {
+        read_here(tier, transfer);
+        return ROTOR_OK;
+    }
     pthread_mutex_lock(&tier->mutex);
     if (tier->last == NULL) {
         tier->first = transfer;
@@ -374,7 +406,11 @@ int rotor_tier_wait(rotor_tier_t *tier, rotor_transfer_t *transfer, int64_t most
     int late = 0;
 
     if (!is_ours(tier)) {
-        return ROTOR_ERR_UNAVAILABLE;
+        /* Done here, or by the thread of the other process before it forked, or never. */
+        if (!transfer->is_done) {
+            return ROTOR_ERR_UNAVAILABLE;
+        }
+        return transfer->error == 0 ? ROTOR_OK : ROTOR_ERR_IO;
     }
     (void)clock_gettime(CLOCK_REALTIME, &end);
     int64_t ns = end.tv_nsec + most_ns;

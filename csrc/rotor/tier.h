@@ -1,6 +1,7 @@
 /*
- * A file as a second tier of memory: one thread moves bytes between memory and an unlinked file, in
- * the order in which the transfers were begun.
+ * A file as a second tier of memory: one thread moves bytes between memory and the file, in the
+ * order in which the transfers were begun. In a process that was forked from the one that opened the
+ * tier, which has no such thread, reads are done when they are begun, and nothing is written.
  *
  * Without `buffered` nothing passes through the page cache, and nothing is copied: whole sectors of
  * a buffer go to and from the disk where they lie, and only the bytes before the first one and after
@@ -25,6 +26,7 @@ typedef struct rotor_transfer {
     int64_t offset; /* in the file, a multiple of the sector */
     /* output, once it is done */
     int error; /* 0, or an errno */
+    uint64_t sum; /* checksum of the bytes that were moved */
     int64_t busy_ns;
     /* of the tier */
     bool is_done;
@@ -32,10 +34,12 @@ typedef struct rotor_transfer {
 } rotor_transfer_t;
 
 /*
- * Opens a file without a name in a directory, and starts its thread. ROTOR_ERR_UNAVAILABLE if the
- * file system moves nothing past the page cache, and `buffered` is false.
+ * Opens an empty file in a directory, and starts its thread. With NULL for a name it has none, and a
+ * process that is killed leaves nothing. ROTOR_ERR_UNAVAILABLE if the file system moves nothing past
+ * the page cache, and `buffered` is false.
  */
-int rotor_tier_open(const char *directory, bool buffered, rotor_tier_t **tier, int *error);
+int rotor_tier_open(const char *directory, const char *name, bool buffered, rotor_tier_t **tier,
+                    int *error);
 
 /* Ends the thread after the transfers that were begun, and closes the file. May be called again. */
 void rotor_tier_close(rotor_tier_t *tier);
@@ -53,8 +57,8 @@ int64_t rotor_tier_room(int64_t sector, int64_t bytes);
 int rotor_tier_reserve(rotor_tier_t *tier, int64_t bytes, int *error);
 
 /*
- * Begins a transfer. ROTOR_ERR_UNAVAILABLE if the tier is closed, or belongs to the process that
- * this one was forked from.
+ * Begins a transfer. ROTOR_ERR_UNAVAILABLE if the tier is closed, or if this is a write and the tier
+ * belongs to the process that this one was forked from.
  */
 int rotor_tier_begin(rotor_tier_t *tier, rotor_transfer_t *transfer);
 

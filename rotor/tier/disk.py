@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rotor import _core
-from rotor.tier.interface import Tier, Traffic
+from rotor.tier.interface import Tier, Traffic, TransferError
 from rotor.units import exact_bytes
 
 
@@ -23,7 +23,8 @@ from rotor.units import exact_bytes
 class _Area:
     begin: int
     end: int
-    phases: dict[int, int] = field(default_factory=dict)
+    written: dict[int, _Ticket] = field(default_factory=dict)
+    """Last write to each offset: the phase and the checksum of what is there."""
 
 
 class _Space:
@@ -72,15 +73,27 @@ class _Space:
 
 
 class _Ticket:
-    """Transfer, counted once it has been waited for."""
+    """Transfer, counted once it has been waited for; a read knows the write that it returns."""
 
-    __slots__ = ("is_counted", "is_write", "nbytes", "transfer")
+    __slots__ = ("is_counted", "nbytes", "offset", "phase", "source", "transfer")
 
-    def __init__(self, transfer: _core.Transfer, nbytes: int, *, is_write: bool) -> None:
+    def __init__(
+        self, transfer: _core.Transfer, nbytes: int, offset: int, phase: int, source: _Ticket | None
+    ) -> None:
         self.transfer = transfer
         self.nbytes = nbytes
-        self.is_write = is_write
+        self.offset = offset
+        """First byte in the file."""
+        self.phase = phase
+        self.source = source
         self.is_counted = False
+
+    def is_damaged(self) -> bool:
+        """Return whether a read that is done has brought other bytes than were written."""
+        if self.source is None or self.source.nbytes != self.nbytes:
+            return False
+        self.source.transfer.wait()
+        return self.source.transfer.checksum != self.transfer.checksum
 
 
 class DiskTier(Tier):
@@ -118,9 +131,10 @@ class DiskTier(Tier):
         except OSError as error:
             if error.errno is not None:
                 raise self._failed(
-                    error,
+                    error.errno,
                     "no file for offloaded values can be made in this folder; "
                     "offload='disk:FOLDER' or DiskTier(FOLDER) names another one",
+                    OSError,
                 ) from None
             raise ValueError(
                 f"the file system of {self.directory} has no direct input and output (O_DIRECT): "
@@ -131,6 +145,7 @@ class DiskTier(Tier):
         self.alignment_bytes = self._file.sector_bytes
         self.traffic: Traffic = Traffic()
         self._space = _Space()
+        self._process = os.getpid()
         self._reserved = 0
         _open.add(self)
 
@@ -140,9 +155,11 @@ class DiskTier(Tier):
     def __repr__(self) -> str:
         return f"DiskTier({str(self.directory)!r}{', buffered=True' if self.buffered else ''})"
 
-    def _failed(self, error: OSError, text: str) -> OSError:
-        number = error.errno or errno.EIO
-        return OSError(error.errno, f"{os.strerror(number)}: {text}", str(self.directory))
+    def _failed(
+        self, number: int | None, text: str, kind: type[OSError] = TransferError
+    ) -> OSError:
+        number = number or errno.EIO
+        return kind(number, f"{os.strerror(number)}: {text}", str(self.directory))
 
     @property
     def reserved_bytes(self) -> int:
@@ -158,56 +175,72 @@ class DiskTier(Tier):
             except OSError as error:
                 self.release(area)
                 raise self._failed(
-                    error,
+                    error.errno,
                     f"offloaded values need {exact_bytes(area.end)} on the disk, which this folder "
                     "does not have; give a folder with more room, or a lower offload_limit",
+                    OSError,
                 ) from None
             self._reserved = max(self._reserved, area.end)
         return area
 
     def write(self, area: Any, offset: int, source: torch.Tensor) -> Any:
         """Begin to write a tensor's bytes."""
-        address = source.data_ptr()
-        area.phases[offset] = address % self.alignment_bytes
-        return self._begin(area, offset, source, address, is_write=True)
+        ticket = self._begin(area, offset, source, None)
+        area.written[offset] = ticket
+        return ticket
 
     def read(self, area: Any, offset: int, target: torch.Tensor) -> Any:
         """Begin to read bytes into a tensor."""
-        address = target.data_ptr()
-        if area.phases.get(offset) != address % self.alignment_bytes:
+        source = area.written.get(offset)
+        phase = target.data_ptr() % self.alignment_bytes
+        if source is None or source.phase != phase:
             raise ValueError(
-                f"a read at offset {offset} goes to an address of phase "
-                f"{address % self.alignment_bytes}, expected {area.phases.get(offset)}, the phase "
-                "of the write"
+                f"a read at offset {offset} goes to an address of phase {phase}, expected "
+                f"{source and source.phase}, the phase of the write"
             )
-        return self._begin(area, offset, target, address, is_write=False)
+        return self._begin(area, offset, target, source)
 
     def _begin(
-        self, area: Any, offset: int, memory: torch.Tensor, address: int, *, is_write: bool
+        self, area: Any, offset: int, memory: torch.Tensor, source: _Ticket | None
     ) -> _Ticket:
-        nbytes = memory.nbytes
+        nbytes, address = memory.nbytes, memory.data_ptr()
         if offset < 0 or area.begin + offset + self.room(nbytes) > area.end:
             raise ValueError(
                 f"{nbytes} bytes at offset {offset} need {self.room(nbytes)} of the area's "
                 f"{area.end - area.begin}"
             )
-        transfer = self._file.begin(is_write, address, nbytes, area.begin + offset, memory)
-        return _Ticket(transfer, nbytes, is_write=is_write)
+        begin = area.begin + offset
+        transfer = self._file.begin(source is None, address, nbytes, begin, memory)
+        return _Ticket(transfer, nbytes, begin, address % self.alignment_bytes, source)
 
     def wait(self, ticket: Any) -> None:
-        """Wait for a transfer; raise OSError if it failed."""
+        """Wait for a transfer; raise OSError if it failed, or brought other bytes."""
+        is_write = ticket.source is None
         try:
             ticket.transfer.wait()
+            is_damaged = ticket.is_damaged()
         except OSError as error:
-            act = "writing" if ticket.is_write else "reading"
+            act = "writing" if is_write else "reading"
             raise self._failed(
-                error,
+                error.errno,
                 f"{act} {ticket.nbytes} bytes of an offloaded value failed, and with it the "
                 "training step; nothing of the model has changed but what the step had done before",
             ) from None
+        if is_damaged:
+            cure = (
+                "the disk has to be checked, and training to go on from what was saved before"
+                if os.getpid() == self._process
+                else "the process that this one was forked from has written there since: read "
+                "before it goes on, or give this one clones"
+            )
+            raise self._failed(
+                errno.EIO,
+                f"{ticket.nbytes} bytes of an offloaded value came back from the second tier with "
+                f"other bits than were written, at byte {ticket.offset} of its file; {cure}",
+            )
         if not ticket.is_counted:
             ticket.is_counted = True
-            self.traffic.add(ticket.nbytes, ticket.transfer.busy_ns, is_write=ticket.is_write)
+            self.traffic.add(ticket.nbytes, ticket.transfer.busy_ns, is_write=is_write)
 
     def release(self, area: Any) -> None:
         """Free the range of a step for later ones."""

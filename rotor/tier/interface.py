@@ -84,6 +84,10 @@ class Traffic:
         return self.since(Traffic())
 
 
+class TransferError(OSError):
+    """Transfer of a tier that failed, or that has brought other bytes than were written."""
+
+
 class Tier(ABC):
     """Second tier of memory: five methods that any place with room for bytes can offer.
 

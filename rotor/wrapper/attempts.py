@@ -36,6 +36,7 @@ from rotor.engines.contract import (
 from rotor.engines.plain import PlainEngine
 from rotor.errors import InfeasibleError, RecomputationError
 from rotor.meter.allocator import MeterBusyError, storage_bytes
+from rotor.tier.interface import TransferError
 from rotor.tier.offload import UnreachableError
 from rotor.units import exact_bytes
 from rotor.wrapper.usage_warnings import refuse_unmeasured, warn_unmeasured
@@ -52,6 +53,7 @@ _ANSWERS = (
     NothingToPlan,
     MeterBusyError,
     UnreachableError,
+    TransferError,
     torch.OutOfMemoryError,
     Warning,
 )

@@ -1,9 +1,12 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "checksum.h"
 #include "testing.h"
 #include "tier.h"
 
@@ -15,7 +18,7 @@ static const char *const directory = "build";
 static rotor_tier_t *opened(bool buffered) {
     rotor_tier_t *tier = NULL;
     int error;
-    CHECK(rotor_tier_open(directory, buffered, &tier, &error) == ROTOR_OK);
+    CHECK(rotor_tier_open(directory, NULL, buffered, &tier, &error) == ROTOR_OK);
     return tier;
 }
 
@@ -64,6 +67,10 @@ static void check_buffers(bool buffered) {
             CHECK(finished(tier, &in) == ROTOR_OK && finished(tier, &out) == ROTOR_OK);
             CHECK(memcmp(to + there, from + shift, (size_t)bytes) == 0);
             CHECK(to[there - 1] == 77 && to[there + bytes] == 77);
+            uint64_t sum = 0;
+            const int64_t one = 1;
+            CHECK(rotor_checksum(from + shift, 1, 1, &bytes, &one, &sum) == ROTOR_OK);
+            CHECK(out.sum == sum && in.sum == sum);
         }
     }
 out:
@@ -106,7 +113,7 @@ out:
 static void test_failures_come_out(void) {
     rotor_tier_t *tier = NULL;
     int error = 0;
-    CHECK(rotor_tier_open("build/no such folder", false, &tier, &error) == ROTOR_ERR_IO);
+    CHECK(rotor_tier_open("build/no such folder", NULL, false, &tier, &error) == ROTOR_ERR_IO);
     CHECK(error == ENOENT && tier == NULL);
     if ((tier = opened(false)) == NULL) {
         return;
@@ -136,8 +143,8 @@ static void test_a_file_in_memory_is_refused(void) {
     if (access("/dev/shm", W_OK) != 0) {
         return;
     }
-    CHECK(rotor_tier_open("/dev/shm", false, &tier, &error) == ROTOR_ERR_UNAVAILABLE);
-    CHECK(rotor_tier_open("/dev/shm", true, &tier, &error) == ROTOR_OK);
+    CHECK(rotor_tier_open("/dev/shm", NULL, false, &tier, &error) == ROTOR_ERR_UNAVAILABLE);
+    CHECK(rotor_tier_open("/dev/shm", NULL, true, &tier, &error) == ROTOR_OK);
     rotor_tier_free(tier);
 }
 
@@ -146,18 +153,40 @@ static void test_allocations_may_fail(void) {
         rotor_tier_t *tier = NULL;
         int error = 0;
         rotor_testing_fail_after(n);
-        CHECK(rotor_tier_open(directory, false, &tier, &error) == ROTOR_ERR_NO_MEMORY);
+        CHECK(rotor_tier_open(directory, NULL, false, &tier, &error) == ROTOR_ERR_NO_MEMORY);
         rotor_testing_fail_after(0);
     }
 }
 
-/* A closed tier has moved what was begun; a child neither waits for nor stops its parent's. */
+/* A name stays, is of the owner alone, and no link is followed. */
+static void test_a_file_has_a_name(void) {
+    rotor_tier_t *tier = NULL;
+    struct stat found;
+    int error = 0;
+    char bytes[600] = {1, 2, 3};
+    rotor_transfer_t out = {.writes = true, .memory = bytes, .bytes = sizeof(bytes)};
+    CHECK(rotor_tier_open(directory, "named", false, &tier, &error) == ROTOR_OK);
+    CHECK(rotor_tier_begin(tier, &out) == ROTOR_OK && finished(tier, &out) == ROTOR_OK);
+    rotor_tier_free(tier);
+    CHECK(stat("build/named", &found) == 0 && (found.st_mode & 0777) == 0600);
+    CHECK(found.st_size >= (off_t)sizeof(bytes));
+    CHECK(unlink("build/named") == 0 && symlink("other", "build/named") == 0);
+    CHECK(rotor_tier_open(directory, "named", true, &tier, &error) == ROTOR_ERR_IO);
+    CHECK(error == ELOOP && unlink("build/named") == 0);
+}
+
+/* A closed tier has moved what was begun; a child reads by itself, and changes nothing. */
 static void test_ends(void) {
     static char bytes[1 << 20];
     rotor_tier_t *tier = opened(false);
     if (tier == NULL) {
         return;
     }
+    char first[700];
+    memset(first, 9, sizeof(first));
+    rotor_transfer_t begun = {.writes = true, .memory = first, .bytes = sizeof(first),
+                              .offset = 32 << 20};
+    CHECK(rotor_tier_begin(tier, &begun) == ROTOR_OK && finished(tier, &begun) == ROTOR_OK);
     rotor_transfer_t some[8];
     for (int k = 0; k < 8; k++) {
         some[k] = (rotor_transfer_t){.writes = true, .memory = bytes, .bytes = sizeof(bytes),
@@ -166,9 +195,17 @@ static void test_ends(void) {
     }
     pid_t child = fork();
     if (child == 0) {
-        rotor_transfer_t other = {.memory = bytes, .bytes = 512};
+        rotor_transfer_t other = {.writes = true, .memory = bytes, .bytes = 512};
         bool is_refused = rotor_tier_begin(tier, &other) == ROTOR_ERR_UNAVAILABLE &&
                           rotor_tier_wait(tier, &some[7], SECOND) == ROTOR_ERR_UNAVAILABLE;
+        /* At another address than it was written from, if it is of the same phase. */
+        uintptr_t shift = ((uintptr_t)first - (uintptr_t)bytes) &
+                          (uintptr_t)(rotor_tier_sector(tier) - 1);
+        rotor_transfer_t in = {.memory = bytes + shift, .bytes = sizeof(first), .offset = 32 << 20};
+        is_refused = is_refused && rotor_tier_wait(tier, &begun, 0) == ROTOR_OK &&
+                     rotor_tier_begin(tier, &in) == ROTOR_OK &&
+                     rotor_tier_wait(tier, &in, 0) == ROTOR_OK && in.sum == begun.sum &&
+                     memcmp(in.memory, first, sizeof(first)) == 0;
         rotor_tier_drain(tier);
         rotor_tier_close(tier);
         _exit(is_refused ? 0 : 1);
@@ -190,6 +227,7 @@ static const test_case_t cases[] = {
     {"failures come out", test_failures_come_out},
     {"a file in memory is refused", test_a_file_in_memory_is_refused},
     {"allocations may fail", test_allocations_may_fail},
+    {"a file has a name", test_a_file_has_a_name},
     {"ends", test_ends},
 };
 
