@@ -14,7 +14,7 @@ from rotor.common.accounting import is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.rerun import StepNotes
 from rotor.engines.contract import Context, Engine
-from rotor.errors import MemoryLimitWarning
+from rotor.errors import CaptureError, MemoryLimitWarning
 from rotor.meter.allocator import MeterBusyError, OtherThreadError, UncountedError
 from rotor.meter.step_meter import cancel_running, is_running
 from rotor.units import exact_bytes
@@ -60,11 +60,16 @@ def refuse_outer_transforms(context: Context) -> bool:
 def is_seen_by_a_mode(context: Context) -> bool:
     """Return whether the caller's own mode sees a step's operators, which no capture goes through.
 
-    Engines that were asked for by name run such steps as they can.
+    Engines that were asked for by name run such steps as they can; that of graphs cannot.
     """
-    if context.settings.engine != "auto" or context.peers.ranks is not None:
+    if context.settings.engine not in ("auto", "graph") or context.peers.ranks is not None:
         return False
     name = dispatch.callers_mode()
+    if name and context.settings.engine == "graph":
+        raise CaptureError(
+            f"{name} sees each operator of this step, so that none of it is captured: call the "
+            'model without it, or use engine="auto", which then runs the step as plain PyTorch'
+        )
     if name:
         context.warn(
             "mode",

@@ -324,6 +324,14 @@ def test_a_step_that_a_mode_sees_is_plain_and_warned_and_later_ones_are_planned(
     assert model.plan.measured_bytes <= 16_000
 
 
+def test_the_engine_of_graphs_by_name_says_which_mode_it_cannot_run_under():
+    model = rotor.Checkpointable(smooth(), mem_limit="32 KB", engine="graph")
+    with Seen(), pytest.raises(rotor.CaptureError, match="Seen sees each operator of this step"):
+        model(batch())
+    model(batch()).sum().backward()
+    assert model.plan.measured_bytes <= 32_000
+
+
 class Tangents(Row):
     """A model whose forward has tangents of its last layers, which no capture goes through."""
 
