@@ -33,16 +33,20 @@ class Sum:
     """Bytes of a process on a device, part by part."""
 
     total_bytes: int
-    parts: tuple[tuple[str, int], ...]
-    """Names and bytes; the last part is a step."""
+    parts: tuple[tuple[str, str, int], ...]
+    """Names, words and bytes; the last part is a step."""
 
     @property
     def step_bytes(self) -> int:
         """Bytes that are left for a step; 0 or less if the other parts are too large."""
-        return self.parts[-1][1]
+        return self.parts[-1][2]
+
+    def bytes_by_name(self) -> dict[str, int]:
+        """Return the bytes of each part by its name."""
+        return {name: size for name, _, size in self.parts}
 
     def __str__(self) -> str:
-        shown = [f"{format_bytes(size)} {name}" for name, size in self.parts if size]
+        shown = [f"{format_bytes(size)} {words}" for _, words, size in self.parts if size]
         return f"{format_bytes(self.total_bytes)} = {' + '.join(shown)}"
 
 
@@ -96,14 +100,14 @@ class Room:
         self.latest = Sum(
             outside + allocated + available,
             (
-                ("Python and libraries" if device.type == "cpu" else "context", outside),
-                ("parameters", min(parameters, allocated)),
-                ("gradients", gradients),
-                ("optimizer states", made),
-                ("other data", others),
-                (f"{name}, still to come", coming),
-                ("slack", slack),
-                ("for a step", available - coming - slack),
+                ("context", "Python and libraries" if device.type == "cpu" else "context", outside),
+                ("parameters", "parameters", min(parameters, allocated)),
+                ("gradients", "gradients", gradients),
+                ("optimizer", "optimizer states", made),
+                ("other", "other data", others),
+                ("optimizer_to_come", f"{name}, still to come", coming),
+                ("slack", "slack", slack),
+                ("step", "for a step", available - coming - slack),
             ),
         )
         return max(self.latest.step_bytes, 1)

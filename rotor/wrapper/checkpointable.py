@@ -310,6 +310,16 @@ class Checkpointable(ReportingModule):
         """Every plan, by kind of step."""
         return self._driver.context.plans
 
+    @property
+    def limits(self) -> dict[str, int] | None:
+        """Sum from which the limit of a step follows, as of the latest plan.
+
+        Bytes of "context", "parameters", "gradients", "optimizer", "other", "optimizer_to_come",
+        "slack" and "step". ``None`` before a plan, and with a `mem_limit` alone.
+        """
+        room = self._driver.limits.room
+        return None if room is None or room.latest is None else room.latest.bytes_by_name()
+
     @heard
     def measure(self, *args: Any, targets: Any = NO_TARGETS, **kwargs: Any) -> Any:
         """Measure a training step on a sample of the arguments.

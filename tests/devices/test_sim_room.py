@@ -10,7 +10,6 @@ from torch import nn
 import rotor
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.meter.room import Room
-from rotor.units import parse_bytes
 
 MiB = 1 << 20
 
@@ -53,13 +52,6 @@ def train(model, optimizer, steps, *, rows=32768, keep_gradients=False):
         optimizer.step()
         losses.append(loss.detach().cpu())
     return losses
-
-
-def parts_of(model):
-    """Return the parts of the sum in a model's report, bytes by name."""
-    line = next(line for line in model.report().splitlines() if "for a step" in line)
-    words = [part.split(" ", 2) for part in line.partition(" = ")[2].split(" + ")]
-    return {name: parse_bytes(f"{number}{unit}") for number, unit, name in words}
 
 
 def held(sim):
@@ -135,16 +127,18 @@ def test_a_step_after_the_optimizers_first_fits_the_card(sim, name, engine):
 def test_the_sum_is_what_the_device_counts(sim):
     sim.set_taken(64 * MiB)
     model = rotor.Checkpointable(Blocks().to("sim"), total_limit="400MiB", verbosity=-1)
+    assert model.limits is None
     optimizer = torch.optim.Adam(model.parameters())
     sim.reset_peak_memory_stats()
     train(model, optimizer, 6)
     assert held(sim) + 64 * MiB <= 400 * MiB
     optimizer.zero_grad()
     level = torch.accelerator.memory_allocated("sim")
-    parts = parts_of(model)
+    parts = model.limits
     assert parts["context"] == 64 * MiB
-    assert abs(sum(parts.values()) - 400 * MiB) < MiB
-    own = parts["parameters"] + parts["optimizer states"]
+    assert sum(parts.values()) == 400 * MiB
+    assert parts["step"] == model.plan.limit_bytes
+    own = parts["parameters"] + parts["optimizer"]
     assert abs(own - level) <= level // 100
     assert model.plan.recomputation > 0
     assert "400 MiB = 64 MiB context + " in model.report()
@@ -156,7 +150,7 @@ def test_gradients_that_stay_are_taken_from_the_step(sim):
     sim.reset_peak_memory_stats()
     train(model, torch.optim.Adam(model.parameters()), 6, keep_gradients=True)
     assert held(sim) + 8 * MiB <= 360 * MiB
-    parts = parts_of(model)
+    parts = model.limits
     expected = sum(p.nbytes for p in model.parameters())
     assert abs(parts["gradients"] - expected) <= expected // 100
 
