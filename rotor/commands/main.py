@@ -29,6 +29,7 @@ from rotor.commands import (
     info,
     measure,
     plan,
+    recover,
     report,
     run,
     simulate,
@@ -37,7 +38,7 @@ from rotor.commands import (
 __all__ = ["main"]
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
-_MODULES = (info, check, run, measure, curve, plan, fit, report, simulate, experiment)
+_MODULES = (info, check, run, measure, curve, plan, fit, report, recover, simulate, experiment)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,17 @@ from rotor.tier.disk import DiskTier
 from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier, Traffic
 from rotor.tier.offload import measure_link
+from rotor.tier.recovery import recover
 from rotor.tier.store import TierStore
 from rotor.tier.weights import save_weights
 
-__all__ = ["DiskTier", "HostTier", "Tier", "TierStore", "Traffic", "measure_link", "save_weights"]
+__all__ = [
+    "DiskTier",
+    "HostTier",
+    "Tier",
+    "TierStore",
+    "Traffic",
+    "measure_link",
+    "recover",
+    "save_weights",
+]

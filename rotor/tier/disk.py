@@ -56,6 +56,12 @@ class _Space:
             self.end = begin + nbytes
             return begin, self.end
 
+    def is_taken(self) -> bool:
+        """Return whether any range is taken."""
+        with self._lock:
+            self._collect()
+            return self._free != ([(0, self.end)] if self.end else [])
+
     def give_back(self, area: tuple[int, int]) -> None:
         """Free a range."""
         self._returned.append(area)
@@ -97,7 +103,10 @@ class _Ticket:
 
 
 class DiskTier(Tier):
-    """Second tier in a file without a name, which is gone when the process ends.
+    """Second tier in a file, which is gone when the process ends.
+
+    A file in a folder that was named, with homes of parameters in it, stays if the process is
+    killed: `rotor.tier.recover` reads the last finished step of the optimizer.
 
     One thread writes and reads past the page cache, straight from and to the memory of tensors, so
     that the bytes leave memory and nothing is copied.
@@ -125,9 +134,20 @@ class DiskTier(Tier):
         self, directory: str | os.PathLike[str] | None = None, *, buffered: bool = False
     ) -> None:
         self.directory = Path(directory) if directory is not None else _default_directory()
+        self.is_named = directory is not None
         self.buffered = buffered
+        self._file = self._opened()
+        self.alignment_bytes = self._file.sector_bytes
+        self.traffic: Traffic = Traffic()
+        self._space = _Space()
+        self._process = os.getpid()
+        self._reserved = 0
+        _open.add(self)
+
+    def _opened(self, name: str | None = None) -> _core.DiskFile:
+        """Return a new file."""
         try:
-            self._file = _core.DiskFile(self.directory, buffered)
+            return _core.DiskFile(self.directory, self.buffered, name)
         except OSError as error:
             if error.errno is not None:
                 raise self._failed(
@@ -142,15 +162,29 @@ class DiskTier(Tier):
                 "a disk, offload='disk:FOLDER'; DiskTier(FOLDER, buffered=True) goes through the "
                 "page cache, and control groups count its pages until they are written"
             ) from None
-        self.alignment_bytes = self._file.sector_bytes
-        self.traffic: Traffic = Traffic()
-        self._space = _Space()
-        self._process = os.getpid()
-        self._reserved = 0
-        _open.add(self)
+
+    def name_file(self, name: str) -> None:
+        """Take a file with a name, in which homes have two places; it stays after a kill.
+
+        Raise ValueError if anything is in the tier.
+        """
+        if self._space.is_taken():
+            raise ValueError(
+                f"{self!r} is used by another model, and cannot hold parameters for recovery: make "
+                "a tier for this model, of another folder"
+            )
+        self._file.close()
+        self._file = self._opened(name)
+        self._space, self._reserved = _Space(), 0
+        self.has_two_places = True
+
+    def place(self, area: Any, offset: int) -> tuple[int, int]:
+        """Return where the last write to an offset is in the file, and its checksum."""
+        ticket = area.written[offset]
+        return ticket.offset, ticket.transfer.checksum
 
     def __reduce__(self) -> Any:
-        return _made, (str(self.directory), self.buffered)
+        return _made, (str(self.directory) if self.is_named else None, self.buffered)
 
     def __repr__(self) -> str:
         return f"DiskTier({str(self.directory)!r}{', buffered=True' if self.buffered else ''})"
@@ -264,7 +298,7 @@ def _default_directory() -> Path:
     return usual if usual.is_dir() else Path(tempfile.gettempdir())
 
 
-def _made(directory: str, buffered: bool) -> DiskTier:
+def _made(directory: str | None, buffered: bool) -> DiskTier:
     return DiskTier(directory, buffered=buffered)
 
 

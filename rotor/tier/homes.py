@@ -35,9 +35,19 @@ class Home:
         Tensor whose type, shape, device and order of elements the bytes have.
     device
         Device on which operations get the bytes, if another one.
+    lasts
+        True for parameters and states: in some tiers, what a step writes stays beside what the last
+        finished one has written, which `keep` marks.
     """
 
-    def __init__(self, tier: Tier, like: torch.Tensor, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        like: torch.Tensor,
+        device: torch.device | None = None,
+        *,
+        lasts: bool = False,
+    ) -> None:
         self.tier = tier
         self.dtype, self.device, self.shape = like.dtype, device or like.device, like.shape
         # Not of `like` itself, which may be a tensor without bytes.
@@ -45,8 +55,9 @@ class Home:
         self.stride = torch.empty_like(form).stride()
         self.nbytes = like.numel() * like.itemsize
         self.phase = 0
-        self.offsets, nbytes = piece_offsets(tier, self.nbytes)
-        self.area = tier.allocate(nbytes)
+        self.offsets, self._room = piece_offsets(tier, self.nbytes)
+        self._kept: tuple[list[int], int] | None = None
+        self.area = tier.allocate(self._room * (2 if lasts and tier.has_two_places else 1))
         weakref.finalize(self, tier.release, self.area).atexit = False
 
     def _memory(self, nbytes: int) -> torch.Tensor:
@@ -80,8 +91,28 @@ class Home:
             if tensor.stride() != self.stride or tensor.dtype != self.dtype:
                 tensor = self._shaped(self._memory(self.nbytes)).copy_(tensor)
             self.phase = tensor.data_ptr() % self.tier.alignment_bytes
-            pieces = zip(self.offsets, _bytes_of(tensor).split(PIECE_BYTES), strict=True)
-            return tensor, [self.tier.write(self.area, k, part) for k, part in pieces]
+            pieces = enumerate(_bytes_of(tensor).split(PIECE_BYTES))
+            return tensor, [self._begin(number, part) for number, part in pieces]
+
+    def _begin(self, number: int, memory: torch.Tensor) -> Any:
+        """Begin to write a piece, beside the one that is kept."""
+        if self._kept is not None:
+            kept = self._kept[0][number]
+            self.offsets[number] = kept + (self._room if kept < self._room else -self._room)
+        return self.tier.write(self.area, self.offsets[number], memory)
+
+    def keep(self) -> None:
+        """Have what is written from now on leave the present values where they are."""
+        self._kept = self.offsets.copy(), self.phase
+
+    def has_changed(self) -> bool:
+        """Return whether anything was written since `keep`."""
+        return self._kept is None or self._kept[0] != self.offsets
+
+    def go_back(self) -> None:
+        """Have the values of the last `keep`."""
+        assert self._kept is not None
+        self.offsets, self.phase = self._kept[0].copy(), self._kept[1]
 
     def write(self, tensor: torch.Tensor) -> None:
         """Write a tensor's values, complete when this returns."""
@@ -100,8 +131,7 @@ class Home:
         with _unseen():
             if values.data_ptr() % self.tier.alignment_bytes != self.phase:
                 values = self._memory(values.nbytes).view(self.dtype).copy_(values)
-            memory = _bytes_of(values)
-            self.wait([self.tier.write(self.area, self.offsets[number], memory)])
+            self.wait([self._begin(number, _bytes_of(values))])
 
     def wait(self, tickets: Tickets) -> None:
         """Wait for transfers."""

@@ -112,6 +112,8 @@ class Tier(ABC):
         Transfers so far, if the tier counts them.
     has_memory
         True if the host computes with its bytes, as of `memory`.
+    has_two_places
+        True if what is written to a home stays beside what the last finished step has left there.
     """
 
     alignment_bytes: int = 1
@@ -121,6 +123,7 @@ class Tier(ABC):
     device_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
     traffic: Traffic | None = None
     has_memory: bool = False
+    has_two_places: bool = False
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Any:

@@ -25,6 +25,7 @@ from rotor.meter import allocator
 from rotor.tier.homes import AwayTensor, Home, Tickets
 from rotor.tier.interface import Tier
 from rotor.tier.offload import check_device
+from rotor.tier.recovery import FinishedSteps
 from rotor.tier.updates import LEAST_BYTES, Updates
 from rotor.tier.weights import Weight, Weights, weights_of
 from rotor.units import exact_bytes
@@ -95,6 +96,7 @@ class AwayState:
         self._limit = limit
         self._metered = 0
         self._has_warned = False
+        self._finished = FinishedSteps.of(module, optimizer, tier)
         if source.device.type == "cpu":
             pointers.give_large_blocks_back(LARGE_BYTES)
         for parameter in parameters:
@@ -108,6 +110,8 @@ class AwayState:
         optimizer.register_load_state_dict_post_hook(self._keep_all)
         step = Optimizer.profile_hook_step(_stepping(self))
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        if self._finished is not None:
+            self._finished.record(0)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -121,7 +125,7 @@ class AwayState:
 
     def _move(self, parameter: nn.Parameter, source: _Source) -> None:
         """Give a parameter a home; it loses its bytes."""
-        home = Home(self.tier, parameter.detach(), source.device)
+        home = Home(self.tier, parameter.detach(), source.device, lasts=True)
         home.write(source.values_of(parameter))
         gradient, parameter.grad = parameter.grad, None
         away = AwayTensor.of(home).requires_grad_(parameter.requires_grad)
@@ -248,6 +252,20 @@ class AwayState:
     def run_update(self, optimizer: Optimizer) -> None:
         """Run an optimizer's step; see that its bytes keep the limit, in the first ones."""
         self.settle()
+        if self._finished is not None:
+            with self._finished.step():
+                self._update(optimizer)
+            return
+        try:
+            self._update(optimizer)
+        except OSError as error:
+            error.add_note(
+                "the step of the optimizer is half done: load what was saved before; in a folder "
+                "with a name, offload='disk:FOLDER', the last finished step would be there"
+            )
+            raise
+
+    def _update(self, optimizer: Optimizer) -> None:
         limit_bytes = self._limit()
         if self._metered == _METERED_UPDATES or limit_bytes is None:
             self.updates.run(optimizer)

@@ -84,7 +84,8 @@ class Updates:
         """Move a state's large tensors to the tier, to the homes of `before`; return the state."""
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and self._goes_away(value):
-                home = _home_like(before.get(name), value) or Home(self._tier, value)
+                known = _home_like(before.get(name), value)
+                home = known or Home(self._tier, value, lasts=True)
                 home.write(value)
                 state[name] = AwayTensor.of(home)
         return state
@@ -142,7 +143,8 @@ class Updates:
             for name, value in list(after.items()):
                 if isinstance(value, torch.Tensor) and value.shape == made.shape:
                     if name not in homes:
-                        homes[name] = Home(self._tier, _like(parameter, value), value.device)
+                        form = _like(parameter, value)
+                        homes[name] = Home(self._tier, form, value.device, lasts=True)
                     homes[name].write_part(number, value)
                     after[name] = None
             del made, state

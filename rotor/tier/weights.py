@@ -122,7 +122,7 @@ def _read(place: _Place) -> torch.Tensor:
     made = torch.empty(place.shape, dtype=place.dtype)
     if not place.nbytes:
         return made
-    memory = memoryview(_bytes_of(made))
+    memory = memoryview(bytes_of(made))
     with place.path.open("rb", buffering=0) as file:
         file.seek(place.begin)
         done = 0
@@ -134,9 +134,11 @@ def _read(place: _Place) -> torch.Tensor:
     return made
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor as an array that shares its memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor as an array, which shares its memory where that is possible."""
+    values = tensor.detach().cpu().contiguous()
+    whole = values.clone() if type(values) is not torch.Tensor else values
+    return whole.reshape(-1).view(torch.uint8).numpy()
 
 
 def save_weights(tensors: Iterable[tuple[str, torch.Tensor]], path: str | os.PathLike[str]) -> None:
@@ -177,9 +179,7 @@ def save_weights(tensors: Iterable[tuple[str, torch.Tensor]], path: str | os.Pat
         with part.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
             for _, tensor in named.values():
-                values = tensor.detach().cpu().contiguous()
-                whole = values.clone() if type(values) is not torch.Tensor else values
-                file.write(memoryview(_bytes_of(whole)))
+                file.write(memoryview(bytes_of(tensor)))
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

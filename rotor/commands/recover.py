@@ -1,0 +1,75 @@
+"""``rotor recover``: parameters and states of a run that was killed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from rotor.commands import add_options, add_output, columns, examples, give
+from rotor.units import format_bytes
+
+
+def add(commands: Any) -> None:
+    """Add ``recover`` to the commands of a parser."""
+    sub = commands.add_parser(
+        "recover",
+        help="parameters and states of a run that was killed",
+        usage="%(prog)s FOLDER [--out FILE] [options]",
+        description="Read the last finished step of a training whose parameters and optimizer "
+        'states were on a disk (offload="disk:FOLDER", offload_state=) and whose process was '
+        "killed. Every byte is compared with its checksum; the folder is left as it is.",
+        epilog=examples(
+            "recover /scratch/run",
+            "recover /scratch/run --out step.pt",
+            "recover /scratch/run --out model.safetensors",
+        ),
+    )
+    out = "write a file for torch.load, or the parameters alone to a FILE.safetensors"
+    add_options(sub, {"folder FOLDER": "folder of the run", "--out FILE": out})
+    add_output(sub)
+    sub.set_defaults(command=_run, announce=True)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from rotor.tier import recover, save_weights
+
+    out = None if arguments.out is None else Path(arguments.out)
+    state = recover(arguments.folder, None if out is None else out.absolute().parent)
+    model, states = state["model"], state["optimizer"].get("state", {})
+    if out is not None and out.suffix == ".safetensors":
+        save_weights(model.items(), out)
+    elif out is not None:
+        _save(state, out)
+    sizes = {
+        "model_bytes": _bytes_of(model),
+        "optimizer_bytes": sum(map(_bytes_of, states.values())),
+    }
+    rows = [
+        ["steps finished", str(state["step"])],
+        ["model", f"{len(model)} tensors, {format_bytes(sizes['model_bytes'])}"],
+        ["optimizer", f"{len(states)} states, {format_bytes(sizes['optimizer_bytes'])}"],
+    ]
+    if out is not None:
+        rows.append(["written to", str(out)])
+    found = {"folder": arguments.folder, "steps": state["step"], **sizes, "out": arguments.out}
+    give(arguments, found, columns(rows))
+    return 0
+
+
+def _bytes_of(tensors: Any) -> int:
+    found = {id(t): t.nbytes for t in tensors.values() if hasattr(t, "nbytes")}
+    return sum(found.values())
+
+
+def _save(state: dict[str, Any], out: Path) -> None:
+    """Write a file, which is complete once it has its name."""
+    import torch
+
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        torch.save(state, part)
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
