@@ -29,6 +29,9 @@ current_node = torch._C._current_autograd_node
 without_modes: Any = torch._C._DisableTorchDispatch
 """Context in which no mode or subclass sees operators."""
 
+modes_left: Any = _python_dispatch._disable_current_modes
+"""Function that returns a context in which subclasses see operators, and no mode does."""
+
 without_functions: Any = torch._C.DisableTorchFunction
 """Context in which no mode or subclass sees functions of PyTorch."""
 
@@ -463,7 +466,7 @@ def layouts_unseen() -> Iterator[None]:
     find = propagator._propagate_tensor_meta_non_cached
 
     def find_unseen(self: Any, schema: Any) -> Any:
-        with _python_dispatch._disable_current_modes():
+        with modes_left():
             return find(self, schema)
 
     with core.replaced(propagator, _propagate_tensor_meta_non_cached=find_unseen):

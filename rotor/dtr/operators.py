@@ -21,6 +21,7 @@ aten = torch.ops.aten
 _OWN_NAMESPACES = {
     *("aten", "prims", "prim", "mkldnn", "mkl", "onednn", "quantized", "_quantized", "sparse"),
     *("torchvision", "inductor", "_c10d_functional", "c10d", "c10d_functional", "profiler"),
+    "rotor_tier",
 }
 
 
@@ -58,6 +59,10 @@ class Treatment(NamedTuple):
     """Its workspace grows with such results."""
     in_place: Any = None
     """Operator that writes the sum of two tensors into the first."""
+    needs: Callable[[Any], tuple[int, int]] | None = None
+    """Function of the positional arguments that returns the bytes that it makes, and those that it
+    takes beside them, where these are known before it runs.
+    """
 
 
 def on_meta(value: Any) -> Any:

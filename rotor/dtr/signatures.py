@@ -36,6 +36,8 @@ def guess(operator: Operator, args: Any, kwargs: dict[str, Any], read_bytes: int
 
     The workspace is taken to be as large as all inputs and outputs.
     """
+    if operator.treatment.needs is not None:
+        return Needs(*operator.treatment.needs(args), True)
     try:
         args, kwargs = on_meta(args), on_meta(kwargs)
         results = operator.call(*args, **kwargs)

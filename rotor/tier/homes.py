@@ -54,7 +54,7 @@ class Home:
         form = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         self.stride = torch.empty_like(form).stride()
         self.nbytes = like.numel() * like.itemsize
-        self.phase = 0
+        self.phase = self.version = 0
         self.offsets, self._room = piece_offsets(tier, self.nbytes)
         self._kept: tuple[list[int], int] | None = None
         self.area = tier.allocate(self._room * (2 if lasts and tier.has_two_places else 1))
@@ -87,6 +87,7 @@ class Home:
 
         Return the memory that must not change before `wait` has waited for the tickets.
         """
+        self.version += 1
         with _unseen():
             if tensor.stride() != self.stride or tensor.dtype != self.dtype:
                 tensor = self._shaped(self._memory(self.nbytes)).copy_(tensor)
@@ -128,6 +129,7 @@ class Home:
 
     def write_part(self, number: int, values: torch.Tensor) -> None:
         """Write the elements of a piece."""
+        self.version += 1
         with _unseen():
             if values.data_ptr() % self.tier.alignment_bytes != self.phase:
                 values = self._memory(values.nbytes).view(self.dtype).copy_(values)
@@ -157,6 +159,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return bytes_within(tensor.untyped_storage(), begin, tensor.numel() * tensor.itemsize)
 
 
+fetch: Callable[[Home], torch.Tensor] = Home.fetch
+"""Function by which operations on tensors at home get the bytes of a home."""
+
+
 class AwayTensor(torch.Tensor):
     """Tensor whose bytes are at home in a tier; views of it are made again at each use."""
 
@@ -165,6 +171,8 @@ class AwayTensor(torch.Tensor):
     home: Home
     steps: tuple[_Step, ...]
     """Calls by which a view comes from the whole tensor."""
+    add_gradient: Callable[[torch.Tensor], None]
+    """Function that adds to the gradient of a parameter, which stays in the tier."""
 
     @staticmethod
     def of(home: Home, like: torch.Tensor | None = None, steps: tuple[_Step, ...] = ()) -> Any:
@@ -197,8 +205,9 @@ class AwayTensor(torch.Tensor):
         return _run(func, args, kwargs)
 
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        form = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        seen = func(form, *args, **kwargs)
+        with _unseen():
+            form = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+            seen = func(form, *args, **kwargs)
         if isinstance(seen, torch.Tensor):
             return AwayTensor.of(self.home, seen, (*self.steps, (func, args, kwargs)))
         return type(seen)(
@@ -306,7 +315,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(leaf, AwayTensor) and id(leaf) not in given:
             key = id(leaf.home)
             if key not in whole:
-                whole[key] = leaf.home, leaf.home.fetch()
+                whole[key] = leaf.home, fetch(leaf.home)
             given[id(leaf)] = leaf._view_of(whole[key][1])
     args, kwargs = core.tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], spec)
     result = func(*args, **kwargs)

@@ -130,6 +130,8 @@ class AwayState:
         gradient, parameter.grad = parameter.grad, None
         away = AwayTensor.of(home).requires_grad_(parameter.requires_grad)
         away._is_param = True
+        owner: weakref.ref[nn.Parameter]
+        away.add_gradient = lambda gradient: self.take(owner(), gradient)
         storage = pointers.empty_shell(home.device, home.nbytes)
         values = torch.empty(0, dtype=home.dtype, device=home.device)
         shell = nn.Parameter(values.set_(storage, 0, home.shape, home.stride), False)
@@ -179,9 +181,13 @@ class AwayState:
             return 0
         trained = [p for p in self.module.parameters() if p.requires_grad]
         away = {(p.shape, p.dtype): p for p in trained if isinstance(p, AwayTensor)}
-        beside = sum(p.nbytes for p in trained if p.grad is None and not self.has(p))
         needed = (self.updates.least_bytes(optimizer, p) for p in away.values())
-        return max(needed, default=0) + beside
+        return max(needed, default=0) + self.absent_bytes()
+
+    def absent_bytes(self) -> int:
+        """Return the bytes of gradients still to be made that stay in memory."""
+        trained = [p for p in self.module.parameters() if p.requires_grad and p.grad is None]
+        return sum(p.nbytes for p in trained if not self.has(p))
 
     @contextmanager
     def shells(self, slots: Sequence[core.Slot]) -> Iterator[None]:
@@ -228,6 +234,11 @@ class AwayState:
         gradient = parameter.grad
         if gradient is not None and not isinstance(gradient, AwayTensor):
             parameter.grad = None
+            self.take(parameter, gradient)
+
+    def take(self, parameter: torch.Tensor | None, gradient: torch.Tensor) -> None:
+        """Add to the gradient of a parameter, which is in the tier when this returns."""
+        if parameter is not None:
             self._add(parameter, gradient)
             self.settle()
 
@@ -239,7 +250,9 @@ class AwayState:
 
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         known = parameter.grad
-        if known is None:
+        if known is None and isinstance(gradient, AwayTensor):
+            parameter.grad = gradient
+        elif known is None:
             home = Home(self.tier, parameter)
             self._leaving.append((home, home.begin_write(gradient)))
             parameter.grad = AwayTensor.of(home)

@@ -111,6 +111,9 @@ class Updates:
             self._update_by_pieces(optimizer, group, parameter, gradient)
         else:
             self._update_whole(optimizer, group, parameter)
+        # A backward whose forward came before has to see that.
+        parameter.home.version += 1
+        torch.autograd.graph.increment_version(parameter)
 
     def _update_whole(self, optimizer: Optimizer, group: Any, parameter: AwayTensor) -> None:
         before = optimizer.state.get(parameter, {})

@@ -93,11 +93,6 @@ def away_state(
             "offload_state= needs a second tier for parameters, gradients and states: give "
             'offload="disk" or offload="host" too'
         )
-    if settings.engine not in ("auto", "graph"):
-        raise ValueError(
-            "parameters in a second tier are fetched by captured graphs, and "
-            f'engine="{settings.engine}" has none: use engine="graph", or leave offload_state out'
-        )
     tier = settings.offload.tier
     return AwayState(settings.module, optimizer, tier, update, weights, lambda: settings.mem_limit)
 

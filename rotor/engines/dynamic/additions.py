@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, devices, dispatch
+from rotor.tier.homes import AwayTensor, Home
 
 
 class Undo:
@@ -74,8 +75,9 @@ class Additions:
 
     Autograd would return all gradients at the end, with a second copy of them in memory. Gradients
     of leaves that get no other part in the running backward, and that no hook waits for, are added
-    in place. With `waits`, they are kept until `finish` or `add`, after a call of `prepare` with
-    each.
+    in place, and those of leaves in a second tier leave for it. With `waits`, they are kept until
+    `finish` or `add`, after a call of `prepare` with each; there, if their leaf is. `leave_room` is
+    called with the bytes that a transfer takes.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class Additions:
         *,
         waits: bool,
         prepare: Callable[[torch.Tensor], object],
+        leave_room: Callable[[int, int], object],
     ) -> None:
         self._waits = waits
         self._prepare = prepare
+        self._leave_room = leave_room
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._hooks: list[Any] = []
         self._taken: set[int] = set()
@@ -98,8 +102,8 @@ class Additions:
 
     @property
     def is_holding(self) -> bool:
-        """True if gradients wait to be added."""
-        return bool(self._held)
+        """True if gradients wait in memory to be added."""
+        return not all(core.is_away(gradient) for _, gradient in self._held)
 
     def __enter__(self) -> Self:
         for leaf in self._leaves:
@@ -115,8 +119,11 @@ class Additions:
         def take(gradient: torch.Tensor) -> torch.Tensor:
             if not _fits(leaf, gradient):
                 return gradient
-            if self._waits:
+            if self._waits or isinstance(leaf, AwayTensor):
                 self._prepare(gradient)
+            if self._waits and isinstance(leaf, AwayTensor):
+                self._held.append((leaf, self._parked(leaf, gradient)))
+            elif self._waits:
                 self._held.append((leaf, gradient.detach()))
             else:
                 self._add(leaf, gradient)
@@ -126,15 +133,37 @@ class Additions:
         return take
 
     def _add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        assert leaf.grad is not None
-        with torch.no_grad():
-            leaf.grad += gradient
+        if isinstance(leaf, AwayTensor):
+            # Two are fetched, or one by an operator, or copied into the order of its home.
+            self._make_room(leaf, 2)
+            with dispatch.modes_left():
+                leaf.add_gradient(gradient)
+        else:
+            assert leaf.grad is not None
+            with torch.no_grad():
+                leaf.grad += gradient
         self.added += 1
 
+    def _make_room(self, leaf: AwayTensor, count: int = 1) -> None:
+        nbytes = count * (leaf.home.nbytes + leaf.home.tier.alignment_bytes)
+        self._leave_room(nbytes, nbytes)
+
+    def _parked(self, leaf: AwayTensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient whose bytes have left for the tier of its leaf."""
+        home = Home(leaf.home.tier, leaf)
+        self._make_room(leaf)
+        home.write(gradient)
+        made: torch.Tensor = AwayTensor.of(home)
+        return made
+
     def add(self) -> None:
-        """Add the waiting gradients, outside any mode."""
-        while self._held:
-            self._add(*self._held.pop(0))
+        """Add the gradients that wait in memory, outside any mode."""
+        waiting, self._held = self._held, []
+        for leaf, gradient in waiting:
+            if core.is_away(gradient):
+                self._held.append((leaf, gradient))
+            else:
+                self._add(leaf, gradient)
 
     def drop(self) -> None:
         """Forget the waiting gradients."""
@@ -145,6 +174,8 @@ class Additions:
     ) -> list[torch.Tensor | None]:
         """Add the waiting gradients; return the rest for autograd."""
         self.add()
+        while self._held:
+            self._add(*self._held.pop(0))
         return [
             None if id(leaf) in self._taken else gradient
             for leaf, gradient in zip(asked, gradients, strict=True)
@@ -152,10 +183,10 @@ class Additions:
 
 
 class Arrivals:
-    """Gradients that a running backward has still to compute for leaves that have none."""
+    """Gradients that a running backward has still to make for leaves that have none in memory."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
-        self._leaves = [leaf for leaf in leaves if leaf.grad is None]
+        self._leaves = [leaf for leaf in leaves if leaf.grad is None and not core.is_away(leaf)]
         self._missing = {id(leaf): leaf.nbytes for leaf in self._leaves}
         self._hooks: list[Any] = []
 
@@ -186,6 +217,9 @@ class Arrivals:
 
 def _exists(leaf: torch.Tensor) -> bool:
     """Return whether a tensor has a gradient to which another can simply be added."""
+    if isinstance(leaf, AwayTensor):
+        # One hook is that of its state.
+        return not core.hooks_of([leaf]) and not core.has_accumulation_hooks(leaf, 1)
     gradient = leaf.grad if leaf.is_leaf else None
     return (
         gradient is not None
@@ -198,7 +232,7 @@ def _exists(leaf: torch.Tensor) -> bool:
 
 
 def _fits(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
-    existing = leaf.grad
+    existing = leaf if core.is_away(leaf) else leaf.grad
     return (
         existing is not None
         and type(gradient) is torch.Tensor

@@ -101,6 +101,9 @@ class DynamicEngine(Engine):
     def plan(self, key: Key, limit_bytes: int, reserve_bytes: int = 0) -> DynamicPlan:
         """Return the record of steps on a device, the same for all of them."""
         device = self._device_of(key)
+        if self.settings.away is not None:
+            # Once they exist, they count as the model's own: the limit of its steps stays.
+            limit_bytes -= self.settings.away.absent_bytes()
         if self._plans is not self.context.plans:
             # The limit or an option has changed: earlier lessons are not for it.
             self._plans, self._by_device = self.context.plans, {}

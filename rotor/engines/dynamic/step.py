@@ -35,6 +35,7 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.context import Compiles, current
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals, Undo
+from rotor.engines.dynamic.fetches import as_operators
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
 from rotor.units import exact_bytes
@@ -139,7 +140,12 @@ class BudgetedStep:
             self._surroundings = rerun.surroundings
         self._room = room
         try:
-            with self.session.running(), _OwnCasts(), substituted(value, own, slots) as mine:
+            with (
+                as_operators(),
+                self.session.running(),
+                _OwnCasts(),
+                substituted(value, own, slots) as mine,
+            ):
                 output = call(*mine)
             del mine
             found = list(_returned(output))
@@ -345,6 +351,7 @@ class BudgetedStep:
                 core.without_hooks(core.hooks_of(asked)),
                 additions,
                 self._arrivals,
+                as_operators(),
                 self.session.running(),
             ):
                 made = torch.autograd.grad(
@@ -379,7 +386,12 @@ class BudgetedStep:
     def _additions_to(self, leaves: list[torch.Tensor]) -> Additions:
         """Return early additions to existing gradients; in a proved step as late as possible."""
         session = self.session
-        session.additions = Additions(leaves, waits=session.is_verifying, prepare=session.pin)
+        session.additions = Additions(
+            leaves,
+            waits=session.is_verifying,
+            prepare=session.pin,
+            leave_room=session.leave_room,
+        )
         return session.additions
 
     # -- the end
@@ -448,7 +460,11 @@ class BudgetedStep:
         parameters = dict.fromkeys(where[name] for where, name in slots if where[name] is not None)
         gradients = backwards.gradients_of(parameters)
         missing = zip(parameters, gradients, strict=True)
-        return sum(p.nbytes for p, gradient in missing if p.requires_grad and gradient is None)
+        return sum(
+            p.nbytes
+            for p, gradient in missing
+            if p.requires_grad and gradient is None and not core.is_away(p)
+        )
 
     def _estimate(self, error: BudgetError) -> int:
         """Return a limit that is likely to suffice for a step that failed."""

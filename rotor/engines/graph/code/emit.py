@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
@@ -42,6 +42,7 @@ from rotor.engines.graph.tracing.fetches import Fetch, arrived, is_fetch
 from rotor.engines.graph.tracing.groups import Group, groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
 from rotor.errors import CaptureError
+from rotor.tier.homes import Home
 
 _POOL_END = ["        pass", "    finally:", "        pool.leave()"]
 """End of a function within a private pool."""
@@ -124,9 +125,14 @@ def is_unchecked(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
-def noted_versions(values: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
-    """Return tensors with their versions; other objects, and some tensors, have none."""
-    return [(t, t._version) for t in values if isinstance(t, torch.Tensor) and not t.is_inference()]
+def noted_versions(values: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Return tensors and homes with their versions; other objects, and some tensors, have none."""
+    tensors = [t for t in values if isinstance(t, torch.Tensor) and not t.is_inference()]
+    return [(t, _version_of(t)) for t in (*tensors, *(h for h in values if isinstance(h, Home)))]
+
+
+def _version_of(value: Any) -> int:
+    return int(value.version if isinstance(value, Home) else value._version)
 
 
 OUTPUT_CHANGED = (
@@ -139,12 +145,12 @@ INPUT_CHANGED = (
 )
 
 
-def check_versions(kept: Sequence[tuple[torch.Tensor, int]], refusal: str) -> None:
-    """Raise RuntimeError if a tensor has another version than the one given with it."""
-    for tensor, version in kept:
-        if tensor._version != version:
-            shape = tuple(tensor.shape)
-            raise RuntimeError(refusal.format(shape=shape, found=tensor._version, expected=version))
+def check_versions(kept: Sequence[tuple[Any, int]], refusal: str) -> None:
+    """Raise RuntimeError if a tensor, or a home, has another version than the one given with it."""
+    for value, version in kept:
+        if (found := _version_of(value)) != version:
+            shape = tuple(value.shape)
+            raise RuntimeError(refusal.format(shape=shape, found=found, expected=version))
 
 
 class _Writer:
@@ -525,6 +531,13 @@ def emit(
     saved = [f"p{head.primal_of[n]}" for n in saves]
     unsaved_reads = tail.read.difference(saves)
     again = [f"p{head.primal_of[n]}" for n in read_primals(lowered) if n in unsaved_reads]
+    late = {action.number for action in actions[boundary:] if action.kind is Kind.RUN}
+    homes = [
+        head.constant(cast(Fetch, cast(fx.Node, task.node).target).home)
+        for k, task in enumerate(lowered.tasks)
+        if is_fetch(task.node) and (k in late or not stored.keys().isdisjoint(task.made.values()))
+    ]
+    noted = ", ".join(again + homes)
     names = [*stored.values(), *states, *unsaved, *again, *lowered.symbols, *lowered.variables]
     changed = ", ".join(unsaved)
     if prover is not None:
@@ -544,7 +557,7 @@ def emit(
         *head.body(),
         "    token = empty(0)",
         "    token.flags = backend_flags()",
-        f"    token.kept = [[{checks}], noted_versions([{', '.join(again)}]), {', '.join(names)}]",
+        f"    token.kept = [[{checks}], noted_versions([{noted}]), {', '.join(names)}]",
         f"    return ({', '.join([*outputs, *saved, 'token'])},)",
     ]
     backward = [

@@ -1,0 +1,167 @@
+"""Models without a graph, whose parameters, gradients and states are on a disk."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from tiers.test_larger import GPT, OPTIMIZERS, assert_same, groups, train
+from torch import nn
+from torch.nn import functional as F
+
+import rotor
+from rotor.memory import meter
+
+quiet = pytest.mark.filterwarnings("ignore:no single graph")
+
+
+class Asking(GPT):
+    """GPT whose code depends on its values."""
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+            if x.abs().mean().item() > 1e6:
+                x = x / 2
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Routed(nn.Module):
+    """Mixture of experts, each of which sees its own words."""
+
+    def __init__(self, width=64, experts=3) -> None:
+        super().__init__()
+        self.embed, self.gate = nn.Embedding(200, width), nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(experts)
+        )
+        self.head = nn.Linear(width, 200)
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words).flatten(0, 1)
+        gates = self.gate(x).softmax(-1)
+        best, found = gates.argmax(-1), torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            where = (best == k).nonzero()[:, 0]
+            found = found.index_add(0, where, expert(x[where]) * gates[where, k, None])
+        return F.cross_entropy(self.head(x + found), targets.flatten())
+
+
+MODELS = {
+    "asking": (partial(Asking, 3), 480_000),
+    "tied": (partial(Asking, 3, tied=True), 530_000),
+    "dropout": (partial(Asking, 3, dropout=0.1), 510_000),
+    "routed": (Routed, 360_000),
+}
+
+
+def batches(count: int = 3, lengths=(32,)) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    shapes = [(3, lengths[k % len(lengths)]) for k in range(count)]
+    return [(torch.randint(0, 200, s), torch.randint(0, 200, s)) for s in shapes]
+
+
+def compare(name: str, way: str = "plain", optimizer: str = "adamw", lengths=(32,), **settings):
+    """Train both, and compare; then see that steps keep the limit. Return the wrapped model."""
+    make, limit = MODELS[name]
+    torch.manual_seed(0)
+    plain = make()
+    model, data = copy.deepcopy(plain), batches(lengths=lengths)
+    one, other = (OPTIMIZERS[optimizer](groups(m, way)) for m in (plain, model))
+    expected = train(plain, plain, one, data, way)
+    chk = rotor.Checkpointable(
+        model, mem_limit=limit, offload="disk", offload_state=other, **settings
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert train(chk, model, other, data, way) == expected
+    assert_same(plain, model, one, other)
+    assert chk.plan.engine == "dynamic"
+    assert not [str(w.message) for w in told if "could not be kept" in str(w.message)]
+    optimizer_states = [s for state in other.state.values() for s in state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *optimizer_states]
+    own = sum(t.nbytes for t in tensors if type(t) in (torch.Tensor, nn.Parameter))
+    for batch in data:
+        # The first steps have metered themselves.
+        with meter("cpu") as m:
+            for _ in range(2 if way == "accumulation" else 1):
+                chk(*batch).backward()
+        assert m.peak_bytes + own <= limit
+        other.step()
+        other.zero_grad()
+    assert sum(p.nbytes for p in plain.parameters()) > limit
+    return chk, other
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models(name):
+    compare(name)
+
+
+@pytest.mark.parametrize("way", ["accumulation", "clipping", "frozen"])
+def test_ways_to_train(way):
+    compare("asking", way)
+
+
+def test_several_lengths_by_the_name_of_the_engine():
+    chk, _ = compare("routed", lengths=(32, 20, 28), optimizer="momentum", engine="dynamic")
+    model = chk.module
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(chk(*batches(1)[0]), copy.deepcopy(model)(*batches(1)[0]))
+
+
+def test_a_shared_parameter_has_one_gradient_under_accumulation():
+    compare("tied", "accumulation")
+
+
+@quiet
+@pytest.mark.parametrize("update", ["device", "host"])
+@pytest.mark.parametrize("make", [Asking, GPT])
+def test_an_update_between_forward_and_backward_is_an_error(make, update):
+    """As in plain training, also where no small parameter is there to show it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+    if make is Asking:
+        model.register_forward_hook(
+            lambda module, given, made: made * (1 + (made.sum().item() > 9))
+        )
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    chk = rotor.Checkpointable(
+        model, mem_limit="2MiB", offload="disk", offload_state=optimizer, update=update
+    )
+    x = torch.randn(64, 64)
+    for _ in range(2):
+        chk(x).square().mean().backward()
+    loss = chk(x).square().mean()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"in ?place"):
+        loss.backward()
+    loss = chk(x).square().mean()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"in ?place"):
+        loss.backward()
+
+
+@quiet
+def test_too_small_a_limit_is_an_error_that_changes_nothing():
+    make, limit = MODELS["asking"]
+    torch.manual_seed(0)
+    model = make()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    chk = rotor.Checkpointable(model, mem_limit=limit // 2, offload="disk", offload_state=optimizer)
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        chk(*batches(1)[0]).backward()
+    assert caught.value.minimum_bytes > limit // 2
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    chk.mem_limit = limit
+    chk(*batches(1)[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())
