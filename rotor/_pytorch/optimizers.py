@@ -81,7 +81,7 @@ def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tu
     for optimizer in list(_known):
         own = {id(p) for p in _parameters_of(optimizer)}
         if not own <= held:
-            missing = _missing_bytes(optimizer, device)
+            missing = missing_bytes(optimizer, device)
             total += missing
             names += [type(optimizer).__name__] if missing else []
             held |= own
@@ -116,7 +116,8 @@ def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
+def missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    """Return the bytes of states that an optimizer has still to make on a device."""
     total = 0
     for group in optimizer.param_groups:
         missing = Counter(

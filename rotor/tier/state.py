@@ -164,15 +164,20 @@ class AwayState:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         tensors += [p.grad for p in self.module.parameters() if p.grad is not None]
         tensors += [t for t in core.tree_flatten(states)[0] if isinstance(t, torch.Tensor)]
-        here = [t for t in tensors if t.device == self.device]
-        return sum(core.storages_of(here).values())
+        return allocator.storage_bytes([t for t in tensors if t.device == self.device])
 
     def coming_bytes(self) -> int:
         """Return the bytes of states still to be made that stay in memory."""
         optimizer = self._optimizer()
-        is_new = optimizer is not None and not optimizer.state
-        counters = _COUNTER_BYTES * len(list(self.module.parameters())) if is_new else 0
-        return counters + optimizers.coming_bytes(self.module.parameters(), self.device)[0]
+        if optimizer is None:
+            return 0
+        parameters = self.module.parameters()
+        waiting = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
+        rounding = allocator.rounded_bytes(1, self.device) - 1
+        here = [p for p in waiting if rounding and not self.has(p)]
+        states = sum(optimizers.states_of(optimizer, p) for p in here)
+        made = optimizers.missing_bytes(optimizer, self.device)
+        return made + _COUNTER_BYTES * len(waiting) + rounding * states
 
     def least_update_bytes(self) -> int:
         """Return bytes within which each parameter can be updated, about."""
