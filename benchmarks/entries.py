@@ -101,6 +101,13 @@ BENCHMARKS = (
         one_thread=True,
     ),
     Benchmark(
+        "larger.py",
+        "streaming of blocks beside plans, parameters and states exceeding the limit",
+        _words("--quick --speeds 1 --shares .5"),
+        limit_s=2400,
+        one_thread=True,
+    ),
+    Benchmark(
         "against_segments.py",
         "chains against torch.utils.checkpoint at equal peak",
         _words("ResNet-18 --segments 2 --rounds 3"),

@@ -56,7 +56,7 @@ def _functions() -> ctypes.CDLL:
         "replay": [number, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p],
         "set_clock": [number],
         "sleep": [ctypes.c_int64],
-        "set_link": [real, ctypes.c_int64],
+        "set_link": [real, ctypes.c_int64, number],
         "set_compute": [real, real, ctypes.c_int64],
         "set_late_copies": [number],
         "set_handles": [size, size, size],
@@ -213,8 +213,8 @@ def _simulate(module: Any, functions: ctypes.CDLL) -> None:
     module._sleep = functions.sim_sleep
     module.set_late_copies = functions.sim_set_late_copies
     module.set_clock = lambda kind: functions.sim_set_clock(_CLOCKS[kind])
-    module.set_link = lambda gb_per_s, latency_ns=10_000: functions.sim_set_link(
-        gb_per_s, latency_ns
+    module.set_link = lambda gb_per_s, latency_ns=10_000, is_duplex=True: functions.sim_set_link(
+        gb_per_s, latency_ns, is_duplex
     )
     module.set_compute = lambda slowdown=1.0, gb_per_s=100.0, launch_ns=5_000: (
         functions.sim_set_compute(slowdown, gb_per_s, launch_ns)

@@ -257,9 +257,12 @@ bool takes_cpu_tensors(const std::string &name) {
            name == "aten::_unsafe_index";
 }
 
-// Operators that return their inputs' memory run no kernel on a device.
+// Operators that return their inputs' memory, or take other memory, run no kernel on a device.
 bool is_view(const c10::FunctionSchema &schema) {
     const auto &returns = schema.returns();
+    if (schema.name() == "aten::set_") {
+        return true;
+    }
     return !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const c10::Argument &made) {
         return made.alias_info() && !made.alias_info()->isWrite();
     });

@@ -47,7 +47,7 @@ int clock_kind = real;
 int64_t shift_ns = 0, model_ns = 0;
 int64_t launch_ns = 5000, latency_ns = 10000, kernel_ns = 2000;
 double link_bytes_per_ns = 8.0, memory_bytes_per_ns = 100.0, slowdown = 1.0;
-bool copies_are_late = true;
+bool copies_are_late = true, is_duplex = true;
 int64_t kernels = 0, races = 0;
 std::string &last_race = *new std::string;
 
@@ -196,7 +196,7 @@ void transfer(int device, int stream, Direction direction, void *to, const void 
     State &state = states[device];
     Stream &queue = stream_at(device, stream);
     begin_work(device, stream);
-    int64_t &link = state.link_ns[static_cast<int>(direction)];
+    int64_t &link = state.link_ns[is_duplex ? static_cast<int>(direction) : 0];
     double moved_ns = static_cast<double>(bytes) / link_bytes_per_ns;
     link = std::max({queue.ends_ns, link, host_ns()}) + latency_ns + static_cast<int64_t>(moved_ns);
     queue.ends_ns = link;
@@ -336,9 +336,10 @@ SIM_EXPORT void sim_set_clock(int kind) {
     }
 }
 
-SIM_EXPORT void sim_set_link(double bytes_per_ns, int64_t latency_ns) {
+SIM_EXPORT void sim_set_link(double bytes_per_ns, int64_t latency_ns, int is_duplex) {
     sim::link_bytes_per_ns = bytes_per_ns;
     sim::latency_ns = latency_ns;
+    sim::is_duplex = is_duplex != 0;
 }
 
 SIM_EXPORT void sim_set_compute(double slowdown, double bytes_per_ns, int64_t launch_ns) {

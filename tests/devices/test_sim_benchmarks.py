@@ -118,6 +118,38 @@ def test_rivals_and_limits_of_their_peaks(rivals, monkeypatch, capsys):
     assert len(rows) == 2
 
 
+@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
+@pytest.mark.parametrize("is_duplex", [True, False])
+def test_streaming_of_blocks_and_plans_with_homes(rivals, is_duplex, monkeypatch):
+    import larger
+
+    small = larger.Subject("GPT, 1 block", partial(rivals.gpt, 96, 1), (4, 128, 96))
+    monkeypatch.setattr(larger, "WARM_STEPS", 4)
+    rows = larger.rows_of(small, [0.6], [2.0], links=[is_duplex])
+    [(row, is_right)] = rows
+    assert is_right, row
+    assert ("one way" in row) is not is_duplex
+
+
+def test_a_streamed_step_is_that_of_the_plain_model(rivals):
+    import larger
+
+    torch.manual_seed(0)
+    model, x = rivals.gpt(96, 1), torch.randn(2, 16, 96, device="sim")
+    plain = model.to("sim")
+    for again in (False, True):
+        streaming = larger.Streaming(rivals.copy.deepcopy(plain), again=again)
+        torch.manual_seed(1)
+        larger.mean_square(streaming.model(x)).backward()
+        streaming.finish()
+        plain.zero_grad()
+        torch.manual_seed(1)
+        larger.mean_square(plain(x)).backward()
+        copies = streaming.copies.values()
+        for parameter, found in zip(plain.parameters(), copies, strict=True):
+            assert torch.equal(parameter.grad.cpu(), found.grad)
+
+
 def test_figures_are_those_of_every_run(rivals):
     small = rivals.Subject("", partial(rivals.resnet, 8, 1), (2, 3, 16, 16))
     found = []
