@@ -177,9 +177,18 @@ def assert_same(one: nn.Module, other: nn.Module, a: optim.Optimizer, b: optim.O
     for state, known in zip(
         a.state_dict()["state"].values(), b.state_dict()["state"].values(), strict=True
     ):
-        assert state.keys() == known.keys()
-        for name, value in known.items():
-            assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(value)), name
+        assert flat(state).keys() == flat(known).keys()
+        for name, value in flat(known).items():
+            assert torch.equal(torch.as_tensor(flat(state)[name]), torch.as_tensor(value)), name
+
+
+def flat(state: dict, prefix: str = "") -> dict:
+    """Return a state without dictionaries in it."""
+    found = {}
+    for name, value in state.items():
+        inner = isinstance(value, dict)
+        found |= flat(value, f"{name}.") if inner else {prefix + name: value}
+    return found
 
 
 def compare(name: str, optimizer: str, way: str, limit: int = LIMIT, **settings):
@@ -205,6 +214,18 @@ def test_models(name):
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_optimizers(optimizer):
     compare("tied", optimizer, "plain")
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "SGD8bit", "LAMB8bit"])
+def test_optimizers_of_bitsandbytes(kind, monkeypatch):
+    """States of a byte an element, with maps and scales beside them."""
+    quantised = pytest.importorskip("bitsandbytes")
+    make = partial(getattr(quantised.optim, kind), lr=1e-3)
+    make = partial(make, momentum=0.9) if kind == "SGD8bit" else make
+    monkeypatch.setitem(OPTIMIZERS, kind, make)
+    _, optimizer = compare("gpt", kind, "plain")
+    states = [s for state in optimizer.state.values() for s in state.values()]
+    assert torch.uint8 in {s.dtype for s in states if isinstance(s, torch.Tensor)}
 
 
 @pytest.mark.parametrize(
