@@ -12,10 +12,12 @@ import atexit
 import copy
 import errno
 import fcntl
+import gc
 import io
 import math
 import os
 import pickle
+import shutil
 import struct
 import sys
 import tempfile
@@ -35,6 +37,7 @@ from rotor.tier.disk import DiskTier
 from rotor.tier.homes import AwayTensor, Home
 from rotor.tier.interface import Tier, TransferError
 from rotor.tier.weights import bytes_of
+from rotor.units import exact_bytes
 
 VALUES = "rotor-values"
 RECORDS = ("rotor-step-0", "rotor-step-1")
@@ -72,6 +75,7 @@ class FinishedSteps:
         self._optimizer = weakref.ref(optimizer)
         self._process = os.getpid()
         self._number = self._step = 0
+        self._written: tuple[int, list[Home], list[tuple[torch.Tensor, int]]] | None = None
         self._homes: list[Home] = []
         self._small: list[tuple[torch.Tensor, int]] = []
         self._states: dict[Any, dict[str, Any]] = {}
@@ -115,6 +119,10 @@ class FinishedSteps:
             yield
             self.record(self._step + 1)
         except BaseException as error:
+            if self._written is not None:
+                # An interruption of a step that is finished.
+                self._take()
+                raise
             self._undo()
             error.add_note(
                 f"parameters and states are those of step {self._step} of the optimizer again, "
@@ -131,9 +139,10 @@ class FinishedSteps:
             begins = _write(path, self._number + 1, facts, small)
             if self._number < len(RECORDS):
                 os.fsync(self._lock)
-        except OSError as error:
-            with suppress(OSError), path.open("r+b") as file:
-                file.write(bytes(_BODY))
+        except BaseException as error:
+            self._forget_other()
+            if not isinstance(error, OSError):
+                raise
             number = error.errno or errno.EIO
             raise TransferError(
                 number,
@@ -141,19 +150,26 @@ class FinishedSteps:
                 "the step is undone; give the folder more room",
                 str(path),
             ) from None
-        for home in homes:
+        self._written = step, homes, list(zip(small, begins, strict=True))
+        self._take()
+
+    def _take(self) -> None:
+        """Have the record that was written be the last one."""
+        assert self._written is not None
+        self._step, self._homes, pairs = self._written
+        for home in self._homes:
             home.keep()
-        self._number, self._step, self._homes = self._number + 1, step, homes
         buffers = {id(buffer) for buffer in self._module.buffers()}
-        pairs = zip(small, begins, strict=True)
         self._small = [(tensor, begin) for tensor, begin in pairs if id(tensor) not in buffers]
         optimizer = self._optimizer()
         known = {} if optimizer is None else optimizer.state
         self._states = {owner: dict(state) for owner, state in known.items()}
         self._known = self._present()
+        self._number, self._written = self._number + 1, None
 
     def _undo(self) -> None:
         """Have parameters and states be those of the last record again."""
+        self._forget_other()
         for home in self._homes:
             home.go_back()
         optimizer = self._optimizer()
@@ -167,6 +183,12 @@ class FinishedSteps:
                 _read(file.fileno(), memoryview(bytes_of(values)), begin, path)
                 tensor.copy_(values)
         self._known = self._present()
+
+    def _forget_other(self) -> None:
+        """Drop the other record: it may be complete, and its places will be written to."""
+        other = self._folder / RECORDS[(self._number + 1) % 2]
+        with suppress(OSError), other.open("r+b") as file:
+            file.write(bytes(_BODY))
 
     def _present(self) -> Any:
         """Return what tells whether parameters or states have changed, beside homes themselves."""
@@ -242,6 +264,7 @@ def _leave() -> None:
     """Leave the folders to the process that this one was forked from."""
     for steps in list(_running):
         os.close(steps._lock)
+    _running.clear()
 
 
 os.register_at_fork(after_in_child=_leave)
@@ -267,14 +290,19 @@ def _remove(folder: Path, files: list[int], process: int) -> None:
 def _locked(folder: Path) -> int:
     """Return an open folder that no other model or process may use before it is closed."""
     found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(found)
-        raise ValueError(
-            f"{folder} is used by a model of a process that runs, and holds its parameters: name "
-            "another folder, or wait for its end"
-        ) from None
+    for is_last in (False, True):
+        try:
+            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if is_last:
+                os.close(found)
+                raise ValueError(
+                    f"{folder} is used by another model, of this process or one that still runs: "
+                    "name another folder, or wait for its end"
+                ) from None
+            # A model that nobody uses any more.
+            gc.collect()
     return found
 
 
@@ -422,6 +450,14 @@ def recover(
                 "offload_state= that was killed, or its records are damaged"
             )
         room = folder if scratch is None else Path(scratch)
+        needed = sum(map(_nbytes, record.facts["entries"]))
+        if shutil.disk_usage(room).free < needed:
+            raise OSError(
+                errno.ENOSPC,
+                f"copies of the values need {exact_bytes(needed)} on the disk of this folder: name "
+                "another one, scratch= or that of --out",
+                str(room),
+            )
         with (folder / VALUES).open("rb") as values, record.path.open("rb") as small:
             tensors = [
                 _home_in(record, entry, values.fileno(), folder / VALUES, room)
@@ -439,6 +475,12 @@ def recover(
         os.close(lock)
 
 
+def _nbytes(entry: dict[str, Any]) -> int:
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    size: int = math.prod(entry["shape"])
+    return size * dtype.itemsize
+
+
 def _small_in(record: _Record, entry: dict[str, Any], file: int) -> torch.Tensor:
     made = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     _read(file, memoryview(bytes_of(made)), record.begin + entry["begin"], record.path)
@@ -449,9 +491,7 @@ def _home_in(
     record: _Record, entry: dict[str, Any], file: int, path: Path, scratch: Path
 ) -> torch.Tensor:
     """Return the tensor of a home, whose bytes are on the disk until they are read."""
-    dtype = getattr(torch, entry["dtype"])
-    nbytes = left = math.prod(entry["shape"]) * dtype.itemsize
-    sector = record.facts["sector"]
+    dtype, sector, left = getattr(torch, entry["dtype"]), record.facts["sector"], _nbytes(entry)
     with tempfile.NamedTemporaryFile(dir=scratch, prefix=".rotor-recovered-") as copied:
         for place in record.facts["places"][entry["first"] :]:
             piece = torch.empty(min(left, _core.PIECE_BYTES), dtype=torch.uint8)
@@ -473,7 +513,7 @@ def _home_in(
             if not left:
                 break
         copied.flush()
-        made = torch.from_file(copied.name, False, nbytes // dtype.itemsize, dtype=dtype)
+        made = torch.from_file(copied.name, False, math.prod(entry["shape"]), dtype=dtype)
     return made.as_strided(entry["shape"], entry["stride"])
 
 

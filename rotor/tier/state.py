@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,9 +142,11 @@ class AwayState:
         self._homes[id(shell)] = home
         owner = weakref.ref(parameter)
         if parameter.requires_grad:
-            shell.register_post_accumulate_grad_hook(lambda made: self._came(owner(), made))
+            # The garbage collector sees no cycle through such hooks.
+            state = weakref.ref(self)
+            shell.register_post_accumulate_grad_hook(partial(_came_to_shell, state, owner))
             # Steps of plain PyTorch run on the parameter itself.
-            parameter.register_post_accumulate_grad_hook(self._came_in_place)
+            parameter.register_post_accumulate_grad_hook(partial(_came_in_place, state))
         if gradient is not None:
             self._add(parameter, gradient)
 
@@ -228,19 +231,6 @@ class AwayState:
         """Return whether a parameter would have got a home if it had been there."""
         return parameter.nbytes >= LEAST_BYTES and type(parameter) is nn.Parameter
 
-    def _came(self, parameter: torch.Tensor | None, shell: torch.Tensor) -> None:
-        """Take the gradient that autograd has accumulated in a shell."""
-        gradient, shell.grad = shell.grad, None
-        if parameter is not None and gradient is not None:
-            self._add(parameter, gradient)
-
-    def _came_in_place(self, parameter: torch.Tensor) -> None:
-        """Move a gradient of a parameter itself to the tier."""
-        gradient = parameter.grad
-        if gradient is not None and not isinstance(gradient, AwayTensor):
-            parameter.grad = None
-            self.take(parameter, gradient)
-
     def take(self, parameter: torch.Tensor | None, gradient: torch.Tensor) -> None:
         """Add to the gradient of a parameter, which is in the tier when this returns."""
         if parameter is not None:
@@ -310,6 +300,24 @@ class AwayState:
                 "an optimizer with fewer states",
                 MemoryLimitWarning,
             )
+
+
+def _came_to_shell(
+    known: weakref.ref[AwayState], owner: weakref.ref[nn.Parameter], shell: torch.Tensor
+) -> None:
+    """Take the gradient that autograd has accumulated in a shell."""
+    gradient, shell.grad = shell.grad, None
+    state, parameter = known(), owner()
+    if state is not None and parameter is not None and gradient is not None:
+        state._add(parameter, gradient)
+
+
+def _came_in_place(known: weakref.ref[AwayState], parameter: torch.Tensor) -> None:
+    """Move a gradient of a parameter itself to the tier."""
+    state, gradient = known(), parameter.grad
+    if state is not None and gradient is not None and not isinstance(gradient, AwayTensor):
+        parameter.grad = None
+        state.take(parameter, gradient)
 
 
 class _Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from killed_runs import PLACES, batch, wrapped
 from torch import nn, optim
 
 from rotor.commands.main import main
-from rotor.tier import recover, recovery
+from rotor.tier import DiskTier, recover, recovery
 from rotor.tier.homes import Home
 from rotor.tier.interface import TransferError
 from rotor.tier.weights import weights_of
@@ -106,9 +108,9 @@ def test_a_run_goes_on_in_its_folder(killed):
     for path in folder.iterdir():
         path.unlink()
     chk = wrapped(model, optimizer, f"disk:{folder}")
-    with pytest.raises(ValueError, match="is used by a model of a process that runs"):
+    with pytest.raises(ValueError, match="is used by another model, of this process"):
         recover(folder)
-    with pytest.raises(ValueError, match="is used by a model of a process that runs"):
+    with pytest.raises(ValueError, match="is used by another model, of this process"):
         wrapped(*killed_runs.made(), f"disk:{folder}")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -398,3 +400,78 @@ def test_what_no_record_can_hold_is_refused(tmp_path):
             assert list(tmp_path.iterdir()) == []
     wrapped(model, optimizer, f"disk:{tmp_path}")
     assert recovery.newest(tmp_path).facts["state"]["model"]["_extra_state"] == {"a": 1}
+
+
+def test_forms_and_types_come_back(tmp_path):
+    """Files that go through the page cache too; a copy of a folder between steps is a folder."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+    for k, dtype in enumerate(kinds):
+        values = torch.randn(90, 70).to(dtype)
+        model.register_parameter(f"p{k}", nn.Parameter(values if k % 2 else values.t()))
+    model.p5 = nn.Parameter(torch.randn(8, 64, 3, 3).contiguous(memory_format=torch.channels_last))
+    model.again = model.p5
+    model.register_buffer("mask", torch.rand(70, 70) < 0.5)
+    model.register_buffer("odd", torch.arange(6).view(2, 3).t())
+    known = {name: value.clone() for name, value in model.state_dict().items()}
+    for buffered in (False, True):
+        folder = tmp_path / f"run{buffered}"
+        folder.mkdir()
+        other = copy.deepcopy(model)
+        optimizer = optim.SGD(other.parameters(), lr=torch.tensor(0.5))
+        wrapped(other, optimizer, DiskTier(folder, buffered=buffered))
+        state = recover(shutil.copytree(folder, tmp_path / f"copy{buffered}"))
+        assert_equal(dict(state["model"]), known)
+        assert state["model"]["again"] is state["model"]["p5"]
+        for name, value in other.named_parameters():
+            assert state["model"][name].stride() == value.stride()
+        assert torch.equal(state["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.5))
+
+
+def test_a_folder_is_free_once_nobody_has_the_model(tmp_path):
+    model, optimizer = killed_runs.made()
+    wrapped(model, optimizer, f"disk:{tmp_path}")
+    del model, optimizer
+    model, optimizer = killed_runs.made()
+    wrapped(model, optimizer, f"disk:{tmp_path}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rotor-step-1", "rotor-values"]
+
+
+def test_copies_need_room(killed, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1 << 20))
+    with pytest.raises(OSError, match="copies of the values need 2"):
+        recover(killed / "forward")
+
+
+@pytest.mark.parametrize(("owner", "name", "number"), [(Home, "keep", 2), (os, "fdatasync", 2)])
+def test_an_interruption_leaves_one_step_or_the_other(owner, name, number, tmp_path, monkeypatch):
+    """A step whose record is complete is finished; what is on the disk says the same."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    model, optimizer = killed_runs.made()
+    wrapped(model, optimizer, f"disk:{folder}")
+    train(model, model, optimizer, range(2))
+    model(batch(2)).backward()
+    real, calls = getattr(owner, name), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    steps = 3 if owner is Home else 2
+    state = recover(shutil.copytree(folder, tmp_path / "copy"))
+    assert state["step"] == steps
+    for key, value in model.named_parameters():
+        assert torch.equal(value, state["model"][key])
+    if steps == 2:
+        optimizer.step()
+    optimizer.zero_grad()
+    assert train(model, model, optimizer, range(3, 5)) == plain_run(5)[2][3:]
+    assert recover(shutil.copytree(folder, tmp_path / "later"))["step"] == 5
