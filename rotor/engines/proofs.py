@@ -23,6 +23,7 @@ from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.meter.step_meter import cancel_running
+from rotor.tier.homes import AwayTensor, Home
 
 VARIED = "it gave other bits when it ran again in a backward"
 """Reason for which a part of a model is never computed again."""
@@ -33,6 +34,11 @@ PutBack = Callable[[], object]
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor in memory that no allocator of a device counts."""
+    if isinstance(tensor, AwayTensor):
+        home = Home(tensor.home.tier, tensor)
+        home.write(tensor.fetched())
+        copy: torch.Tensor = AwayTensor.of(home)
+        return copy
     size = tensor.numel() * tensor.element_size()
     if tensor.layout != torch.strided or not size:
         return tensor.detach().clone()

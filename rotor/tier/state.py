@@ -91,6 +91,8 @@ class AwayState:
         self._optimizer = weakref.ref(optimizer)
         self._shells: dict[int, nn.Parameter] = {}
         self._homes: dict[int, Home] = {}
+        self._owners: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._expected: set[int] = set()
         self._leaving: list[tuple[Home, tuple[torch.Tensor, Tickets]]] = []
         self.device = source.device
         self.updates = Updates(tier, is_on_host=self.update == "host")
@@ -140,13 +142,11 @@ class AwayState:
         torch.utils.swap_tensors(parameter, away)
         self._shells[id(parameter)] = shell
         self._homes[id(shell)] = home
-        owner = weakref.ref(parameter)
+        self._owners[id(shell)] = owner = weakref.ref(parameter)
         if parameter.requires_grad:
-            # The garbage collector sees no cycle through such hooks.
-            state = weakref.ref(self)
-            shell.register_post_accumulate_grad_hook(partial(_came_to_shell, state, owner))
-            # Steps of plain PyTorch run on the parameter itself.
-            parameter.register_post_accumulate_grad_hook(partial(_came_in_place, state))
+            # The garbage collector sees no cycle through such a hook.
+            hook = partial(_came, weakref.ref(self))
+            parameter.register_post_accumulate_grad_hook(hook)
         if gradient is not None:
             self._add(parameter, gradient)
 
@@ -155,6 +155,19 @@ class AwayState:
     def home_of(self, tensor: Any) -> Home | None:
         """Return the home of the parameter that a shell stands for; ``None`` for other tensors."""
         return self._homes.get(id(tensor))
+
+    def parameter_of(self, tensor: Any) -> Any:
+        """Return the parameter for which a shell stands; another tensor itself."""
+        owner = self._owners.get(id(tensor))
+        return tensor if owner is None else owner()
+
+    def expect(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Have the next gradients of these parameters leave while captured code goes on."""
+        self._expected = set(map(id, parameters))
+
+    def is_expected(self, parameter: torch.Tensor) -> bool:
+        """Return whether captured code waits for the gradient of a parameter to leave."""
+        return id(parameter) in self._expected and not core.has_accumulation_hooks(parameter, 1)
 
     def has(self, parameter: Any) -> bool:
         """Return whether a parameter has a home."""
@@ -209,27 +222,23 @@ class AwayState:
                 parameter = values[name]
                 shell = self._shells.get(id(parameter))
                 if shell is not None:
-                    if core.hooks_of([parameter]) or core.has_accumulation_hooks(parameter, 1):
-                        raise RuntimeError(
-                            f"a hook on parameter {name} would not run: its gradient leaves for a "
-                            "second tier (offload_state=); remove the hook, or look at .grad after "
-                            "the backward"
-                        )
                     changed.append(((values, name), parameter))
                     values[name] = shell
-                elif isinstance(parameter, AwayTensor) or self._is_new(parameter):
-                    raise RuntimeError(
-                        f"parameter {name} was replaced after its model was wrapped with "
-                        "offload_state=: wrap the model again, with an optimizer of its parameters"
-                    )
+                else:
+                    self._check_known(name, parameter)
             yield
         finally:
             for (values, name), parameter in changed:
                 values[name] = parameter
 
-    def _is_new(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter would have got a home if it had been there."""
-        return parameter.nbytes >= LEAST_BYTES and type(parameter) is nn.Parameter
+    def _check_known(self, name: str, parameter: torch.Tensor) -> None:
+        """Raise RuntimeError if a parameter would have got a home if it had been there."""
+        is_large = parameter.nbytes >= LEAST_BYTES and type(parameter) is nn.Parameter
+        if is_large or isinstance(parameter, AwayTensor):
+            raise RuntimeError(
+                f"parameter {name} was replaced after its model was wrapped with offload_state=: "
+                "wrap the model again, with an optimizer of its parameters"
+            )
 
     def take(self, parameter: torch.Tensor | None, gradient: torch.Tensor) -> None:
         """Add to the gradient of a parameter, which is in the tier when this returns."""
@@ -302,22 +311,15 @@ class AwayState:
             )
 
 
-def _came_to_shell(
-    known: weakref.ref[AwayState], owner: weakref.ref[nn.Parameter], shell: torch.Tensor
-) -> None:
-    """Take the gradient that autograd has accumulated in a shell."""
-    gradient, shell.grad = shell.grad, None
-    state, parameter = known(), owner()
-    if state is not None and parameter is not None and gradient is not None:
-        state._add(parameter, gradient)
-
-
-def _came_in_place(known: weakref.ref[AwayState], parameter: torch.Tensor) -> None:
-    """Move a gradient of a parameter itself to the tier."""
+def _came(known: weakref.ref[AwayState], parameter: torch.Tensor) -> None:
+    """Move the gradient that autograd has accumulated to the tier."""
     state, gradient = known(), parameter.grad
     if state is not None and gradient is not None and not isinstance(gradient, AwayTensor):
         parameter.grad = None
-        state.take(parameter, gradient)
+        if state.is_expected(parameter):
+            state._add(parameter, gradient)
+        else:
+            state.take(parameter, gradient)
 
 
 class _Source:

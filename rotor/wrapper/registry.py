@@ -24,8 +24,6 @@ def _automatic(context: Context) -> list[Engine]:
     settings = context.settings
     if settings.counts == "reserved":
         return [*_graph(context), PlainEngine(context)]
-    if settings.away is not None:
-        return [*_graph(context), DynamicEngine(context), PlainEngine(context)]
     # Only the operations of a graph can be priced without running.
     is_timed = isinstance(settings.profile, str) and settings.profile == "measured"
     is_chain = is_plain_sequential(settings.module) and is_timed and settings.offload is None

@@ -516,14 +516,23 @@ def test_hooks_on_steps_run_once():
     assert seen == ["before", "after"]
 
 
-def test_replaced_parameters_and_hooks_on_them_are_errors():
+def test_replaced_parameters_are_errors_and_hooks_on_them_run():
     model, batch = made("gpt"), batches("gpt")[0]
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     settings = {"mem_limit": LIMIT, "offload": "disk", "offload_state": optimizer}
     chk = rotor.Checkpointable(model, **settings, engine="graph")
-    handle = model.head.weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(RuntimeError, match="hook on parameter weight would not run"):
-        chk(*batch)
+    handle = model.head.weight.register_hook(lambda gradient: 2 * gradient)
+    chk(*batch).backward()
+    twice = model.head.weight.grad.clone()
+    handle.remove()
+    seen = []
+    handle = model.head.weight.register_post_accumulate_grad_hook(
+        lambda weight: seen.append(weight.grad.clone())
+    )
+    optimizer.zero_grad()
+    chk(*batch).backward()
+    assert torch.equal(2 * model.head.weight.grad, twice)
+    assert torch.equal(2 * seen[0], twice)
     handle.remove()
     chk(*batch).backward()
     weight, model.head.weight = model.head.weight, nn.Parameter(torch.zeros(200, 64))
@@ -597,11 +606,23 @@ def test_offmate_is_the_published_call():
     assert type(values.module.head.weight) is nn.Parameter
 
 
-def test_second_order_is_an_error_in_words():
-    chk, _ = compare("gpt", "sgd", "plain")
-    loss = chk(*batches("gpt")[0])
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(loss, list(chk.module.parameters()), create_graph=True)
+def test_gradients_by_autograd_and_of_second_order():
+    """They are asked for, and so in memory: those of second order with a warning."""
+    chk, _ = compare("experts", "sgd", "plain")
+    model = chk.module
+    plain = copy.deepcopy(model)
+    parameters, others = list(model.parameters()), list(plain.parameters())
+    batch = batches("experts")[0]
+    found = torch.autograd.grad(chk(*batch), parameters)
+    expected = torch.autograd.grad(plain(*batch), others)
+    assert all(map(torch.equal, found, expected))
+    assert all(parameter.grad is None for parameter in parameters)
+    with pytest.warns(rotor.MemoryLimitWarning, match="ran the model's forward again"):
+        found = torch.autograd.grad(chk(*batch), parameters, create_graph=True)
+    expected = torch.autograd.grad(plain(*batch), others, create_graph=True)
+    norms = [sum(g.square().sum() for g in gradients) for gradients in (found, expected)]
+    second = [torch.autograd.grad(norms[0], parameters), torch.autograd.grad(norms[1], others)]
+    assert all(map(torch.equal, *second))
 
 
 def test_a_wrapped_model_is_not_copied():

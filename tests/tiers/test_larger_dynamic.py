@@ -66,7 +66,7 @@ def batches(count: int = 3, lengths=(32,)) -> list[tuple[torch.Tensor, torch.Ten
     return [(torch.randint(0, 200, s), torch.randint(0, 200, s)) for s in shapes]
 
 
-def compare(name: str, way: str = "plain", optimizer: str = "adamw", lengths=(32,), **settings):
+def compare(name: str, way: str = "plain", optimizer: str = "adamw", lengths=(32,)):
     """Train both, and compare; then see that steps keep the limit. Return the wrapped model."""
     make, limit = MODELS[name]
     torch.manual_seed(0)
@@ -74,9 +74,8 @@ def compare(name: str, way: str = "plain", optimizer: str = "adamw", lengths=(32
     model, data = copy.deepcopy(plain), batches(lengths=lengths)
     one, other = (OPTIMIZERS[optimizer](groups(m, way)) for m in (plain, model))
     expected = train(plain, plain, one, data, way)
-    chk = rotor.Checkpointable(
-        model, mem_limit=limit, offload="disk", offload_state=other, **settings
-    )
+    settings = {"mem_limit": limit, "offload": "disk", "offload_state": other}
+    chk = rotor.Checkpointable(model, **settings, engine="dynamic")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert train(chk, model, other, data, way) == expected
@@ -108,8 +107,8 @@ def test_ways_to_train(way):
     compare("asking", way)
 
 
-def test_several_lengths_by_the_name_of_the_engine():
-    chk, _ = compare("routed", lengths=(32, 20, 28), optimizer="momentum", engine="dynamic")
+def test_several_lengths():
+    chk, _ = compare("routed", lengths=(32, 20, 28), optimizer="momentum")
     model = chk.module
     model.eval()
     with torch.no_grad():
@@ -156,7 +155,8 @@ def test_too_small_a_limit_is_an_error_that_changes_nothing():
     model = make()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    chk = rotor.Checkpointable(model, mem_limit=limit // 2, offload="disk", offload_state=optimizer)
+    settings = {"mem_limit": limit // 2, "offload": "disk", "offload_state": optimizer}
+    chk = rotor.Checkpointable(model, **settings, engine="dynamic")
     with pytest.raises(rotor.InfeasibleError) as caught:
         chk(*batches(1)[0]).backward()
     assert caught.value.minimum_bytes > limit // 2

@@ -420,7 +420,7 @@ class Capture:
             raise Unplanned(captured, list(args))
         self.ran = captured
         # Checks that come in order add inputs to the model's: such a call does not run again.
-        is_models = len(args) == len(captured.lowered.gradients) and self._home_of is None
+        is_models = len(args) == len(captured.lowered.gradients)
         if self.leaves is not None and is_models and captured.are_whole:
             leaves = [*compress(args, captured.are_differentiable)]
             original = getattr(emitted, "original", None)

@@ -559,8 +559,12 @@ class GraphEngine(MeteredEngine):
             self.context.shells(),
             plan.installed(slots, arguments, spread=spread, proof=proof) as (given, early),
         ):
+            away, capture = self.settings.away, plan.step.capture
             try:
-                return self._run_captured(plan, loss_fn, given)
+                output = self._run_captured(plan, loss_fn, given)
+                if away is not None and capture.leaves is not None:
+                    capture.leaves = [*map(away.parameter_of, capture.leaves)]
+                return output
             except Unplanned as reached:
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)

@@ -310,7 +310,7 @@ class GraphPlan(Metered):
             return
         assert self.step.owners is not None
         self._place(code)
-        early = EarlyStep(code, self.step.owners)
+        early = EarlyStep(code, self.step.owners, away=self.step.away)
         self.step.captured.emitted = early
         try:
             with early.around(slots, arguments) as replaced:

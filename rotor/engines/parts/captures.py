@@ -12,16 +12,18 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor.common.frames import release
-from rotor.engines.contract import NothingToPlan
+from rotor.engines.contract import CannotPlan, NothingToPlan
 from rotor.engines.graph.capture import Capture, Unplanned, fresh
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.code.early import owners_of, slots_of
+from rotor.engines.graph.code.away import Away
+from rotor.engines.graph.code.early import Owners, owners_of, slots_of
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.sizing import Alone, Families, Family, shapes_of
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.engines.parts.kinds import Kind
+from rotor.engines.parts.kinds import Kind, in_place
 from rotor.errors import CaptureError
 from rotor.tier.offload import Offload
+from rotor.tier.state import AwayState
 
 logger = logging.getLogger("rotor")
 
@@ -32,7 +34,9 @@ class Captures:
     """Captured graphs of a model's parts, by their common properties.
 
     `price` returns the costs of captured operations, and the options are those of
-    `rotor.graph.plan`. With `shares_shapes`, calls that differ in sizes share a capture.
+    `rotor.graph.plan`. With `shares_shapes`, calls that differ in sizes share a capture. Parts
+    whose parameters are at home in a second tier, by `away`, have a capture each, and share
+    programs.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class Captures:
         *,
         shares_shapes: bool = False,
         offload: Offload | None = None,
+        away: AwayState | None = None,
     ) -> None:
         self.offload = offload
+        self.away = away
         self.device = device
         self._price = price
         self._options = options
@@ -52,7 +58,8 @@ class Captures:
         self._failures: dict[Any, str] = {}
         self.kinds: dict[Any, Kind] = {}
         """Captured graphs, by their id and, if others share them, the sizes of the call."""
-        self._shares_shapes = shares_shapes
+        self._shares_shapes = shares_shapes and away is None
+        self._orders: dict[Any, dict[Any, Any]] = {}
         self._families = Families()
         self._alone: dict[int, list[Alone]] = {}
 
@@ -60,7 +67,9 @@ class Captures:
         self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
     ) -> Kind | str:
         """Return the captured graph of a call, or the reason for having none."""
-        key = (_shape_of(module), signature)
+        key: Any = (_shape_of(module), signature)
+        if self.away is not None:
+            key = (id(module), *key)
         if key in self._failures:
             return self._failures[key]
         logger.debug("capturing %s", path)
@@ -69,11 +78,17 @@ class Captures:
             if shaped is not None:
                 return shaped
         tried = [self._captures[key]] if key in self._captures else []
-        for capture in [*tried, Capture(fresh(_run), folds=False)]:
+        home_of = None if self.away is None else self.away.home_of
+        for capture in [*tried, Capture(fresh(_run), folds=False, home_of=home_of)]:
             capture.forget_programs()
             try:
-                found = capture.reach(module, args, kwargs)
-            except CaptureError as error:
+                with in_place(self.away, module):
+                    found = capture.reach(module, args, kwargs)
+                    known = found.captured.lowered, found.primals
+                    owners = owners_of(*known, slots_of(module), (args, kwargs))
+                self._captures[key] = capture
+                return self._kind(capture, found, module, (args, kwargs), key, owners)
+            except (CaptureError, CannotPlan) as error:
                 # The capture may be one that others share, for too many values already.
                 reason = str(error)
                 release(error)
@@ -81,8 +96,6 @@ class Captures:
             except NothingToPlan:
                 reason = "nothing in it needs a gradient"
                 break
-            self._captures[key] = capture
-            return self._kind(capture, found, module, (args, kwargs), key)
         self._failures[key] = reason
         return reason
 
@@ -147,12 +160,17 @@ class Captures:
                 kind.find_programs(self._options, again=True)
 
     def _kind(
-        self, capture: Capture, found: Unplanned, module: nn.Module, arguments: Any, key: Any
+        self,
+        capture: Capture,
+        found: Unplanned,
+        module: nn.Module,
+        arguments: Any,
+        key: Any,
+        owners: Owners | None,
     ) -> Kind:
         captured = found.captured
         try:
             if id(captured) not in self.kinds:
-                owners = owners_of(captured.lowered, found.primals, slots_of(module), arguments)
                 costs = self._price(captured.lowered, self.device, found.primals)
                 step = CapturedStep(
                     capture,
@@ -164,7 +182,12 @@ class Captures:
                     offload=self.offload,
                     releases_outputs=True,
                 )
-                kind = self.kinds[id(captured)] = Kind(step)
+                slots = slots_of(module)
+                step.away = Away.of(self.away, captured.lowered, owners, slots, is_whole=False)
+                step = step.variant(step.existing_among([True] * len(slots)), frozenset())
+                orders = self._orders.setdefault((key[1:], len(captured.lowered.tasks)), {})
+                kind = Kind(step, {} if self.away is None else orders, away=self.away)
+                self.kinds[id(captured)] = kind
                 kind.find_programs(self._options)
                 if self._shares_shapes:
                     family = self._family(key, module, arguments)

@@ -99,7 +99,14 @@ class PartsEngine(MeteredEngine):
             options = {"effort": "fast"} | self.settings.options
             pricing = partial(price, self.settings.profile)
             offload = self.settings.offload
-            captures = Captures(device, pricing, options, shares_shapes=True, offload=offload)
+            captures = Captures(
+                device,
+                pricing,
+                options,
+                shares_shapes=True,
+                offload=offload,
+                away=self.settings.away,
+            )
         module = self.context.module
         lacking = self.context.structure.lacking_gradient(key.absent)
         existing = {id(p) for p in module.parameters() if p.requires_grad} - lacking

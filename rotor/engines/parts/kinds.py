@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from rotor.graph.assembly import Option, undominated
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
+from rotor.tier.state import AwayState
 
 logger = logging.getLogger("rotor")
 
@@ -49,14 +50,22 @@ _PEAKS = 4
 """Peaks below that of the order of the model, for programs with a second tier."""
 
 
-def free_graph(lowered: Lowered, costs: list[Cost], workspace: int, *, moves: bool) -> Graph:
+def free_graph(
+    lowered: Lowered,
+    costs: list[Cost],
+    workspace: int,
+    *,
+    moves: bool,
+    homes: Link | None = None,
+) -> Graph:
     """Return the cost model of a part, whose outputs are not pinned.
 
     The workspace is that of what runs between its forward and its backward. With `moves`, values
-    may move to a second tier, but not the outputs, which others hold.
+    may move to a second tier, but not the outputs, which others hold; `homes` is the link to the
+    homes of its parameters and gradients.
     """
     held = lowered.tasks[lowered.loss].inputs if moves else ()
-    return build_graph(lowered, costs, workspace, moves=moves, held=held)
+    return build_graph(lowered, costs, workspace, moves=moves, held=held, link=homes)
 
 
 def search_levels(
@@ -65,6 +74,7 @@ def search_levels(
     link: Link | None,
     options: dict[str, Any],
     kept_bytes: Callable[[Program], int],
+    homes: Link | None = None,
 ) -> list[Program]:
     """Return programs of a part, beginning with the one that recomputes nothing.
 
@@ -73,7 +83,7 @@ def search_levels(
     its backward.
     """
     moves = link is not None
-    free = free_graph(lowered, costs, 0, moves=moves)
+    free = free_graph(lowered, costs, 0, moves=moves, homes=homes)
     unplanned = Program(free, range(len(free)))
     found = [unplanned]
     loss = lowered.loss
@@ -85,7 +95,7 @@ def search_levels(
     )
 
     def add(workspace: int, budget: int, tier: Link | None = None) -> int | None:
-        graph = free_graph(lowered, costs, workspace, moves=moves)
+        graph = free_graph(lowered, costs, workspace, moves=moves, homes=homes)
         try:
             program = planner.plan(graph, budget, link=tier, **options)
         except InfeasibleError as error:
@@ -147,6 +157,8 @@ class Kind:
     step: CapturedStep
     orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Actions of programs at any shape, by existing gradients and unrepeatable operations."""
+    away: AwayState | None = None
+    """Homes of the parameters in a second tier; ``None`` where they are here."""
     programs: list[Program] = field(default_factory=list)
     """Ways to run it; `options` has their needs."""
     link: Link | None = field(default=None, init=False, repr=False)
@@ -177,7 +189,7 @@ class Kind:
         if found == self.step.existing:
             return self
         if found not in self._variants:
-            kind = Kind(self.step.base.variant(found, frozenset()), self.orders)
+            kind = Kind(self.step.base.variant(found, frozenset()), self.orders, self.away)
             kind.find_programs(options)
             self._variants[found] = kind
         return self._variants[found]
@@ -273,11 +285,18 @@ class Kind:
         def kept_bytes(program: Program) -> int:
             return self.option(program, is_held=True).kept_bytes
 
-        return search_levels(self.lowered, self.step.costs, self.link, options, kept_bytes)
+        known = self.lowered, self.step.costs, self.link, options, kept_bytes
+        return search_levels(*known, self._homes)
+
+    @property
+    def _homes(self) -> Link | None:
+        """Link to the homes of its parameters; ``None`` where they are here."""
+        return None if self.away is None else self.link
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
         """Return programs with these actions, but for those that are impossible at this shape."""
-        free = free_graph(self.lowered, self.step.costs, 0, moves=link is not None)
+        moves = link is not None
+        free = free_graph(self.lowered, self.step.costs, 0, moves=moves, homes=self._homes)
         found = []
         for row in rows:
             is_moved = any(number >= len(free) for number in row)
@@ -357,7 +376,7 @@ class Kind:
     ) -> Iterator[Any]:
         """Make the next call run a program; return the arguments to call it with."""
         if isinstance(code, EarlyCode) and self.step.owners is not None:
-            early = EarlyStep(code, self.step.owners, marks)
+            early = EarlyStep(code, self.step.owners, marks, self.step.away)
             self.captured.emitted = early
             with early.around(slots_of(module), arguments) as replaced:
                 yield replaced
@@ -427,8 +446,12 @@ class Kind:
         rerun = Rerun(self._units[module], (args, kwargs), self.step.device, is_whole=False)
         self.step.capture.leaves = []
         try:
-            with self._installed(emitted, module, (args, kwargs), marks) as (given, named):
+            installed = self._installed(emitted, module, (args, kwargs), marks)
+            with in_place(self.away, module), installed as (given, named):
                 output = self.step.capture(module, given, named)
+                if self.away is not None:
+                    leaves = map(self.away.parameter_of, self.step.capture.leaves)
+                    self.step.capture.leaves = [*leaves]
         except Unplanned as reached:
             # A Python value that the code depends on has changed.
             reached.primals.clear()
@@ -443,6 +466,11 @@ class Kind:
         return self.step.capture.with_a_way_around(
             output, rerun, lambda value: module.forward(*value[0], **value[1])
         ), ""
+
+
+def in_place(away: AwayState | None, module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which captured code gets the module's parameters that have homes."""
+    return core.NOTHING if away is None else away.shells(slots_of(module))
 
 
 def _lenient(link: Link | None) -> Link | None:

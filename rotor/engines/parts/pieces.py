@@ -403,7 +403,7 @@ class _Search:
         Gradients of a parameter that several calls read are first added up by autograd: they count
         as new ones.
         """
-        if not self.existing:
+        if not self.existing and self.captures.away is None:
             return
         calls = Counter(id(p) for site in self.sites for p in site.parameters())
         self.existing -= {identity for identity, count in calls.items() if count > 1}
@@ -439,8 +439,10 @@ class _Search:
         for k, site in enumerate(self.sites):
             owner.update({p: k for p in site.parameters() if p.requires_grad})
         found = [0] * (len(self.sites) + 1)
+        away = self.captures.away
         for parameter in self.model.parameters():
-            if parameter.requires_grad and id(parameter) not in self.existing:
+            stays = away is None or not away.has(parameter)
+            if parameter.requires_grad and stays and id(parameter) not in self.existing:
                 size = allocator.rounded_bytes(parameter.nbytes, parameter.device)
                 found[owner.get(parameter, len(self.sites))] += size
         return list(accumulate(reversed(found)))[::-1]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from rotor._pytorch import core
 from rotor.engines.contract import CannotPlan
@@ -21,6 +24,11 @@ class Away:
     """Their numbers."""
     settle: Callable[[], None]
     """Function that waits until the ones that have left are there."""
+    parameter_of: Callable[[Any], Any]
+    """Function that returns the parameter in the place of a tensor that stands for it."""
+    expect: Callable[[Sequence[torch.Tensor]], None] | None
+    """Function that is told the parameters whose whole gradients come next; ``None`` where other
+    code may add to them."""
 
     @classmethod
     def of(
@@ -29,11 +37,14 @@ class Away:
         lowered: Lowered,
         owners: Owners | None,
         slots: Sequence[core.Slot],
+        *,
+        is_whole: bool = True,
     ) -> Away | None:
         """Return the gradients of a captured step that leave, if any can.
 
         What makes or reads them runs once from now on: they are in memory while they leave, and go
-        with their handover. Raise CannotPlan if the origins of gradients are unknown.
+        with their handover. With `is_whole`, no other code of the model runs. Raise CannotPlan if
+        the origins of gradients are unknown.
         """
         if state is None:
             return None
@@ -54,4 +65,5 @@ class Away:
         for task in lowered.tasks:
             is_used = not leaving.isdisjoint((*task.inputs, *task.made.values()))
             task.once |= is_used and task.node is not None
-        return cls(frozenset(found), state.settle)
+        expect = state.expect if is_whole else None
+        return cls(frozenset(found), state.settle, state.parameter_of, expect)

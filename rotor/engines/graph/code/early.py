@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.proofs import PutBack, gradients_before
 from rotor.errors import RecomputationError
+
+if TYPE_CHECKING:
+    from rotor.engines.graph.code.away import Away
 
 _MOST_GROUPS = 32
 
@@ -217,9 +220,11 @@ class Delivery:
         self,
         code: EarlyCode,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        expect: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         self._code = code
         self._marks = marks
+        self._expect = expect
         self._parts: Generator[None, None, None] | None = None
         self._given: dict[int, torch.Tensor | None] = {}
         self._next = 0
@@ -268,12 +273,19 @@ class Delivery:
         """True if the backward may find that gradients were made from wrong values."""
         return self._code.prover is not None
 
+    @property
+    def has_use_of_owners(self) -> bool:
+        """True if `remember` needs the owners of gradients."""
+        return self.is_proved or self._expect is not None
+
     def remember(self, owners: Sequence[torch.Tensor]) -> None:
         """Copy gradients that are about to be added to, to memory outside of the device.
 
         A verified step does not wait with its gradients: if it fails, it restores the copies, but
         for those that its proof has.
         """
+        if self._expect is not None:
+            self._expect(owners)
         prover = self._code.prover
         if self._parts is not None and prover is not None and not prover.step.has_state:
             self._undo.append(gradients_before(owners))
@@ -290,17 +302,21 @@ class _Deliver(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, delivery: Delivery, group: int, *given: torch.Tensor
+        ctx: Any,
+        delivery: Delivery,
+        group: int,
+        forms: Sequence[torch.Tensor],
+        *given: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.delivery = delivery
         ctx.group = group
-        ctx.owners = [tensor for tensor in given if delivery.is_proved and tensor.is_leaf]
+        ctx.owners = [tensor for tensor in given if delivery.has_use_of_owners and tensor.is_leaf]
         ctx.set_materialize_grads(False)
         # Captured calls check that the types of tensors are as in the capture.
         return tuple(
             [
                 nn.Parameter(tensor.detach()) if type(tensor) is nn.Parameter else tensor.detach()
-                for tensor in given
+                for tensor in forms
             ]
         )
 
@@ -312,7 +328,7 @@ class _Deliver(Function):
         for k, other in enumerate(others):
             if other is not None:
                 found[k] = other if found[k] is None else found[k] + other
-        return None, None, *found
+        return None, None, None, *found
 
 
 class EarlyStep:
@@ -323,11 +339,13 @@ class EarlyStep:
         code: EarlyCode,
         owners: Owners,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        away: Away | None = None,
     ) -> None:
         self.source = code.source
         self.replayed = code.replayed
         self.forward = code.forward
-        self.backward = Delivery(code, marks)
+        self.backward = Delivery(code, marks, None if away is None else away.expect)
+        self._away = away
         self._groups = code.groups
         self._owners = owners
         self._originals: dict[int, torch.Tensor] = {}
@@ -358,7 +376,9 @@ class EarlyStep:
                     else leaves[owner.leaves[0]]
                     for owner in owners
                 ]
-                given = _Deliver.apply(self.backward, group, *tensors)
+                # Tensors without bytes stand for parameters, whose gradients these are.
+                roots = tensors if self._away is None else map(self._away.parameter_of, tensors)
+                given = _Deliver.apply(self.backward, group, tensors, *roots)
                 for owner, original, tensor in zip(owners, tensors, given, strict=True):
                     self._originals[id(tensor)] = original
                     for values, name in (slots[number] for number in owner.slots):

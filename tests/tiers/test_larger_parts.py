@@ -1,0 +1,98 @@
+"""Models that break their graph, whose parameters, gradients and states are on a disk."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiers.test_larger import GPT, OPTIMIZERS, assert_same, groups, train
+from torch import nn
+from torch.nn import functional as F
+
+import rotor
+from rotor.memory import meter
+
+LIMIT = 700_000
+
+# The first steps show what the loss and the code between the parts need.
+pytestmark = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+
+
+class Breaking(GPT):
+    """GPT with Python's own code between its blocks."""
+
+    def __init__(self, *, shares=False, **settings) -> None:
+        super().__init__(3, **settings)
+        if shares:
+            self.blocks[2].up.weight = self.blocks[0].up.weight
+            self.head.weight = self.blocks[1].out.weight
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+MODELS = {"dropout": {"dropout": 0.1}, "shared": {"shares": True, "words": 64}}
+
+
+def batches(count: int = 4, length: int = 32, words: int = 64) -> list[tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    return [tuple(torch.randint(0, words, (2, 3, length)).unbind()) for _ in range(count)]
+
+
+def pair(name: str):
+    torch.manual_seed(0)
+    plain = Breaking(**MODELS[name])
+    return plain, copy.deepcopy(plain)
+
+
+def compare(name: str, way: str = "plain", optimizer: str = "adamw", limit: int = LIMIT):
+    """Train both, and compare; then see that steps keep the limit. Return the wrapped model."""
+    plain, model = pair(name)
+    data = batches()
+    one, other = (OPTIMIZERS[optimizer](groups(m, way)) for m in (plain, model))
+    expected = train(plain, plain, one, data, way)
+    chk = rotor.Checkpointable(model, mem_limit=limit, offload="disk", offload_state=other)
+    assert train(chk, model, other, data, way) == expected
+    assert_same(plain, model, one, other)
+    assert chk.plan.engine == "parts"
+    states = [s for state in other.state.values() for s in state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states]
+    own = sum(t.nbytes for t in tensors if type(t) in (torch.Tensor, nn.Parameter))
+    for batch in (*data[:2], *data[:2]):
+        # No plan is made any more in the last of these steps.
+        with meter("cpu") as m:
+            for _ in range(2 if way == "accumulation" else 1):
+                chk(*batch).backward()
+        other.step()
+        other.zero_grad()
+    assert m.peak_bytes + own <= limit
+    assert 3 * sum(p.nbytes for p in plain.parameters()) > 2 * limit
+    return chk, other
+
+
+@pytest.mark.parametrize(("name", "way"), [("dropout", "plain"), ("shared", "accumulation")])
+def test_training_is_that_of_the_plain_model(name, way):
+    compare(name, way)
+
+
+def test_frozen_parameters_evaluation_and_hooks():
+    chk, optimizer = compare("dropout", "frozen", "momentum")
+    model, seen = chk.module, []
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(chk(*batches(1)[0]), model(*batches(1)[0]))
+    model.train()
+    model.head.weight.register_hook(lambda gradient: seen.append("tensor"))
+    weight = model.blocks[1].up.weight
+    weight.register_hook(lambda gradient: seen.append("in a part"))
+    chk(*batches(1)[0]).backward()
+    assert seen == ["tensor", "in a part"]
+    loss = chk(*batches(1)[0])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"in ?place"):
+        loss.backward()
