@@ -123,7 +123,7 @@ class StepSession(Session):
             # The allocator may add slack to each of the blocks that a loss makes.
             nbytes += slack_bytes * min(nbytes // slack_bytes, LOSS_GRADIENTS)
         nodes = {ref.node for ref in self._kept_refs if ref() is not None}
-        with self._handler, dispatch.without_modes():
+        with self._handler, dispatch.without_functions(), dispatch.without_modes():
             self._book.begin(list(nodes))
             try:
                 self._catch_up()
