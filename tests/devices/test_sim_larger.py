@@ -111,3 +111,35 @@ def test_a_disk_is_refused_before_anything_moves(sim):
     with pytest.raises(ValueError, match="does not reach the memory of sim"):
         rotor.Checkpointable(net, mem_limit="1MiB", offload="disk", offload_state=optimizer)
     assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+
+
+class Asking(nn.Module):
+    """Model that no graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum().item() > 1e9:
+                x = x / 2
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize(("engine", "limit"), [("dynamic", 520 << 10), ("auto", 600 << 10)])
+def test_models_without_a_graph(sim, engine, limit):
+    plain = Asking().to("sim")
+    expected, _ = train(sim, plain, plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    del plain
+    net = Asking().to("sim")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    settings = {"mem_limit": limit, "offload": "host", "offload_state": optimizer}
+    chk = rotor.Checkpointable(net, **settings, engine=engine)
+    found, peaks = train(sim, net, chk, optimizer)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    resident = 3 * sum(p.nbytes for p in net.parameters() if p.nbytes < 4096)
+    assert peaks[-1] + resident <= limit

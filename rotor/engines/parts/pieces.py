@@ -421,14 +421,23 @@ class _Search:
             starting[phase] += self.sizes[identity]
             largest[phase] = max(largest[phase], self.sizes[identity])
         kept = list(accumulate(starting))
-        later = self._gradients()
-        transient = [CODE_FACTOR * largest[2 * k] + later[k] for k in range(count + 1)]
+        later, fetched = self._gradients(), self._fetched_bytes()
+        transient = [CODE_FACTOR * largest[2 * k] + later[k] + fetched for k in range(count + 1)]
         transient[count] = max(transient[count], output_bytes + assumed_loss_bytes(output_bytes))
         return Bases(
             tuple(kept[2 * k + 1] for k in range(count)),
             tuple(kept[2 * k + 1] + later[k + 1] for k in range(count)),
             tuple(kept[2 * k] + transient[k] for k in range(count + 1)),
         )
+
+    def _fetched_bytes(self) -> int:
+        """Return the most bytes of a parameter that other code fetches, and of its gradient."""
+        away = self.captures.away
+        if away is None:
+            return 0
+        inside = {p for site in self.sites for p in site.parameters()}
+        outside = (p for p in self.model.parameters() if away.has(p) and p not in inside)
+        return max((2 * p.nbytes for p in outside), default=0)
 
     def _gradients(self) -> list[int]:
         """Return the bytes of gradients that exist at the end of each piece's backward.
