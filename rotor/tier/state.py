@@ -133,8 +133,6 @@ class AwayState:
         gradient, parameter.grad = parameter.grad, None
         away = AwayTensor.of(home).requires_grad_(parameter.requires_grad)
         away._is_param = True
-        owner: weakref.ref[nn.Parameter]
-        away.add_gradient = lambda gradient: self.take(owner(), gradient)
         storage = pointers.empty_shell(home.device, home.nbytes)
         values = torch.empty(0, dtype=home.dtype, device=home.device)
         shell = nn.Parameter(values.set_(storage, 0, home.shape, home.stride), False)
@@ -143,6 +141,7 @@ class AwayState:
         self._shells[id(parameter)] = shell
         self._homes[id(shell)] = home
         self._owners[id(shell)] = owner = weakref.ref(parameter)
+        parameter.add_gradient = partial(_taken, weakref.ref(self), owner)  # type: ignore[attr-defined]
         if parameter.requires_grad:
             # The garbage collector sees no cycle through such a hook.
             hook = partial(_came, weakref.ref(self))
@@ -309,6 +308,15 @@ class AwayState:
                 "an optimizer with fewer states",
                 MemoryLimitWarning,
             )
+
+
+def _taken(
+    known: weakref.ref[AwayState], owner: weakref.ref[nn.Parameter], gradient: torch.Tensor
+) -> None:
+    """Add to the gradient of a parameter."""
+    state = known()
+    if state is not None:
+        state.take(owner(), gradient)
 
 
 def _came(known: weakref.ref[AwayState], parameter: torch.Tensor) -> None:

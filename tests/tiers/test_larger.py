@@ -606,25 +606,6 @@ def test_offmate_is_the_published_call():
     assert type(values.module.head.weight) is nn.Parameter
 
 
-def test_gradients_by_autograd_and_of_second_order():
-    """They are asked for, and so in memory: those of second order with a warning."""
-    chk, _ = compare("experts", "sgd", "plain")
-    model = chk.module
-    plain = copy.deepcopy(model)
-    parameters, others = list(model.parameters()), list(plain.parameters())
-    batch = batches("experts")[0]
-    found = torch.autograd.grad(chk(*batch), parameters)
-    expected = torch.autograd.grad(plain(*batch), others)
-    assert all(map(torch.equal, found, expected))
-    assert all(parameter.grad is None for parameter in parameters)
-    with pytest.warns(rotor.MemoryLimitWarning, match="ran the model's forward again"):
-        found = torch.autograd.grad(chk(*batch), parameters, create_graph=True)
-    expected = torch.autograd.grad(plain(*batch), others, create_graph=True)
-    norms = [sum(g.square().sum() for g in gradients) for gradients in (found, expected)]
-    second = [torch.autograd.grad(norms[0], parameters), torch.autograd.grad(norms[1], others)]
-    assert all(map(torch.equal, *second))
-
-
 def test_a_wrapped_model_is_not_copied():
     chk, _ = compare("gpt", "sgd", "plain")
     with pytest.raises(TypeError, match="cannot be copied or pickled"):

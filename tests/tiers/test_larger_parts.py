@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tiers import test_larger
 from tiers.test_larger import GPT, OPTIMIZERS, assert_same, groups, train
 from torch import nn
 from torch.nn import functional as F
@@ -96,3 +97,22 @@ def test_frozen_parameters_evaluation_and_hooks():
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"in ?place"):
         loss.backward()
+
+
+def test_gradients_by_autograd_and_of_second_order():
+    """They are asked for, and so in memory: those of second order with a warning."""
+    chk, _ = test_larger.compare("experts", "sgd", "plain")
+    model = chk.module
+    plain = copy.deepcopy(model)
+    parameters, others = list(model.parameters()), list(plain.parameters())
+    batch = test_larger.batches("experts")[0]
+    found = torch.autograd.grad(chk(*batch), parameters)
+    expected = torch.autograd.grad(plain(*batch), others)
+    assert all(map(torch.equal, found, expected))
+    assert all(parameter.grad is None for parameter in parameters)
+    with pytest.warns(rotor.MemoryLimitWarning, match="ran the model's forward again"):
+        found = torch.autograd.grad(chk(*batch), parameters, create_graph=True)
+    expected = torch.autograd.grad(plain(*batch), others, create_graph=True)
+    norms = [sum(g.square().sum() for g in gradients) for gradients in (found, expected)]
+    second = [torch.autograd.grad(norms[0], parameters), torch.autograd.grad(norms[1], others)]
+    assert all(map(torch.equal, *second))

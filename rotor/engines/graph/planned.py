@@ -310,7 +310,8 @@ class GraphPlan(Metered):
             return
         assert self.step.owners is not None
         self._place(code)
-        early = EarlyStep(code, self.step.owners, away=self.step.away)
+        standing = None if self.step.away is None else self.step.away.standing
+        early = EarlyStep(code, self.step.owners, standing=standing)
         self.step.captured.emitted = early
         try:
             with early.around(slots, arguments) as replaced:

@@ -376,7 +376,8 @@ class Kind:
     ) -> Iterator[Any]:
         """Make the next call run a program; return the arguments to call it with."""
         if isinstance(code, EarlyCode) and self.step.owners is not None:
-            early = EarlyStep(code, self.step.owners, marks, self.step.away)
+            standing = None if self.step.away is None else self.step.away.standing
+            early = EarlyStep(code, self.step.owners, marks, standing)
             self.captured.emitted = early
             with early.around(slots_of(module), arguments) as replaced:
                 yield replaced

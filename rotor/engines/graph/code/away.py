@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from rotor._pytorch import core
 from rotor.engines.contract import CannotPlan
-from rotor.engines.graph.code.early import Owners
+from rotor.engines.graph.code.early import Owners, Standing
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import CaptureError
 from rotor.tier.state import AwayState
@@ -24,11 +21,8 @@ class Away:
     """Their numbers."""
     settle: Callable[[], None]
     """Function that waits until the ones that have left are there."""
-    parameter_of: Callable[[Any], Any]
-    """Function that returns the parameter in the place of a tensor that stands for it."""
-    expect: Callable[[Sequence[torch.Tensor]], None] | None
-    """Function that is told the parameters whose whole gradients come next; ``None`` where other
-    code may add to them."""
+    standing: Standing
+    """Tensors that stand for the parameters."""
 
     @classmethod
     def of(
@@ -66,4 +60,4 @@ class Away:
             is_used = not leaving.isdisjoint((*task.inputs, *task.made.values()))
             task.once |= is_used and task.node is not None
         expect = state.expect if is_whole else None
-        return cls(frozenset(found), state.settle, state.parameter_of, expect)
+        return cls(frozenset(found), state.settle, Standing(state.parameter_of, expect))

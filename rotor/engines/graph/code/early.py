@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,9 +31,6 @@ from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.proofs import PutBack, gradients_before
 from rotor.errors import RecomputationError
 
-if TYPE_CHECKING:
-    from rotor.engines.graph.code.away import Away
-
 _MOST_GROUPS = 32
 
 
@@ -49,6 +46,18 @@ class Owner:
 
 Owners = dict[int, Owner]
 """Origin of each primal that gets a gradient."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Tensors without bytes that stand for parameters in a captured call."""
+
+    parameter_of: Callable[[Any], Any]
+    """Function that returns the parameter for which a tensor stands; another tensor itself."""
+    expect: Callable[[Sequence[torch.Tensor]], None] | None
+    """Function that is told the parameters whose whole gradients come next; ``None`` where other
+    code may add to them.
+    """
 
 
 def slots_of(module: nn.Module) -> list[core.Slot]:
@@ -339,13 +348,13 @@ class EarlyStep:
         code: EarlyCode,
         owners: Owners,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
-        away: Away | None = None,
+        standing: Standing | None = None,
     ) -> None:
         self.source = code.source
         self.replayed = code.replayed
         self.forward = code.forward
-        self.backward = Delivery(code, marks, None if away is None else away.expect)
-        self._away = away
+        self.backward = Delivery(code, marks, None if standing is None else standing.expect)
+        self._standing = standing
         self._groups = code.groups
         self._owners = owners
         self._originals: dict[int, torch.Tensor] = {}
@@ -377,7 +386,8 @@ class EarlyStep:
                     for owner in owners
                 ]
                 # Tensors without bytes stand for parameters, whose gradients these are.
-                roots = tensors if self._away is None else map(self._away.parameter_of, tensors)
+                standing = self._standing
+                roots = tensors if standing is None else map(standing.parameter_of, tensors)
                 given = _Deliver.apply(self.backward, group, tensors, *roots)
                 for owner, original, tensor in zip(owners, tensors, given, strict=True):
                     self._originals[id(tensor)] = original
