@@ -91,6 +91,25 @@ def test_the_least_limit_counts_what_the_allocator_rounds_up(sim):
         assert step == 0 or sim.max_memory_allocated() - before <= chk.mem_limit
 
 
+def test_a_total_limit_holds_for_what_the_device_counts(sim):
+    net = nn.Sequential(*(Block(512) for _ in range(8))).to("sim")
+    everything = 3 * sum(p.nbytes for p in net.parameters())
+    optimizer = torch.optim.AdamW(net.parameters())
+    total = 80 << 20
+    chk = rotor.Checkpointable(
+        net, total_limit=total, effort="fast", offload="host", offload_state=optimizer
+    )
+    sim.empty_cache()
+    sim.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        chk(torch.randn(256, 512, device="sim")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.accelerator.memory_stats("sim")["reserved_bytes.all.peak"] <= total
+    assert everything > 2 * total
+    assert chk.limits["parameters"] < total / 100
+
+
 def test_a_model_on_the_meta_device_begins_on_the_accelerator(sim):
     plain = model().to("sim")
     weights = {name: value.cpu() for name, value in plain.state_dict().items()}
