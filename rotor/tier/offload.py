@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rotor._core import PIECE_BYTES
 from rotor._pytorch import devices
 from rotor.common.joining import joined
 from rotor.common.ranks import Ranks
@@ -28,7 +30,10 @@ PLANNED_SHARE = 0.75
 _MOST_LESSONS = 3
 _SAMPLES = 5
 _SAMPLE_BYTES = 16 << 20
+_MOST_TRANSFERS = 256
 _SMALL_BYTES = 1 << 12
+_SHARE = 16
+"""Part of a step's limit in which the speed of a link is measured."""
 _COMPUTED = 256
 
 
@@ -46,13 +51,15 @@ class Offload:
     """Speed on which plans count; ``None`` before it is measured."""
     learned: int = 0
     """Number of times that metered steps have corrected it."""
+    step_bytes: int | None = None
+    """Limit of a step, which measuring the speed keeps too; ``None`` for any."""
 
     def known_link(self, device: torch.device) -> Link:
         """Return the link on which plans count, measured at the first time."""
         if self.link is None:
             found = _measured.get(self.tier)
             if found is None:
-                found = _measured[self.tier] = measure_link(self.tier, device)
+                found = _measured[self.tier] = measure_link(self.tier, device, self.step_bytes)
             self.link = replace(
                 found,
                 write_bytes_per_s=PLANNED_SHARE * found.write_bytes_per_s,
@@ -129,7 +136,9 @@ def tier_of(offload: str) -> Tier:
     return HostTier() if offload == "host" else DiskTier(offload.partition(":")[2] or None)
 
 
-def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
+def measure_link(
+    tier: Tier, device: torch.device | str = "cpu", most_bytes: int | None = None
+) -> Link:
     """Return the median speed of a tier while the device computes.
 
     Parameters
@@ -138,6 +147,8 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
         Tier.
     device
         Device whose memory is moved.
+    most_bytes
+        Bytes of the device that it may take at most, about; ``None`` for any.
 
     Returns
     -------
@@ -154,7 +165,7 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
     place = torch.device(device)
     check_device(tier, place)
     try:
-        return _timed_link(tier, place)
+        return _timed_link(tier, place, most_bytes)
     finally:
         if place.type != "cpu":
             # A step's blocks that fell into memory cached here would be larger than planned.
@@ -162,31 +173,46 @@ def measure_link(tier: Tier, device: torch.device | str = "cpu") -> Link:
             devices.release_cached(place)
 
 
-def _timed_link(tier: Tier, place: torch.device) -> Link:
-    """Return the median speed; memory of the device stays cached."""
+def _timed_link(tier: Tier, place: torch.device, most_bytes: int | None) -> Link:
+    """Return the median speed; memory of the device stays cached.
+
+    A block moves again and again: values move in such pieces, and a sample of them needs no more.
+    """
     alignment = tier.alignment_bytes
-    buffer = torch.zeros(_SAMPLE_BYTES, dtype=torch.uint8, device=place)
-    matrix = torch.full((_COMPUTED, _COMPUTED), 1.0 / _COMPUTED, device=place)
-    area = tier.allocate(tier.room(_SAMPLE_BYTES))
+    room = PIECE_BYTES if most_bytes is None else most_bytes // _SHARE
+    block = max(min(room, PIECE_BYTES) // _SMALL_BYTES, 2) * _SMALL_BYTES
+    count = min(_SAMPLE_BYTES // block, _MOST_TRANSFERS)
+    buffer = torch.zeros(block, dtype=torch.uint8, device=place)
+    side = min(_COMPUTED, math.isqrt(block // 4))
+    matrix = torch.full((side, side), 1.0 / side, device=place)
+    area = tier.allocate(count * tier.room(block))
 
     def seconds(nbytes: int, *, is_write: bool) -> float:
+        """Return the seconds of one transfer of several."""
         before = None if tier.traffic is None else tier.traffic.copy()
         begun = time.monotonic_ns()
-        ticket = (tier.write if is_write else tier.read)(area, 0, buffer[:nbytes])
+        move, moved = tier.write if is_write else tier.read, buffer[:nbytes]
+        tickets = [move(area, k * tier.room(block), moved) for k in range(count)]
         torch.mm(matrix, matrix)
-        tier.wait(ticket)
+        for ticket in tickets:
+            tier.wait(ticket)
         if place.type != "cpu":
             torch.accelerator.synchronize(place)
         if tier.traffic is None or before is None:
-            return (time.monotonic_ns() - begun) / 1e9
+            return (time.monotonic_ns() - begun) / 1e9 / count
         found = tier.traffic.since(before)
-        return max(found.writing_ns if is_write else found.reading_ns, 1) / 1e9
+        return max(found.writing_ns if is_write else found.reading_ns, 1) / 1e9 / count
+
+    def speed(quick: float, slow: float) -> float:
+        """Return the bytes a second of whole pieces, from the seconds of small and large blocks."""
+        grown = max(slow - quick, slow / 10) / (block - _SMALL_BYTES)
+        return PIECE_BYTES / (slow + grown * (PIECE_BYTES - block))
 
     try:
         samples = [
             tuple(
                 seconds(nbytes, is_write=is_write)
-                for nbytes in (_SMALL_BYTES, _SAMPLE_BYTES)
+                for nbytes in (_SMALL_BYTES, block)
                 for is_write in (True, False)
             )
             for _ in range(_SAMPLES)
@@ -194,11 +220,10 @@ def _timed_link(tier: Tier, place: torch.device) -> Link:
     finally:
         tier.release(area)
     quick_write, quick_read, write, read = map(statistics.median, zip(*samples, strict=True))
-    latency = min(quick_write, quick_read)
     return Link(
-        _SAMPLE_BYTES / max(write - latency, 1e-9),
-        _SAMPLE_BYTES / max(read - latency, 1e-9),
-        latency_s=latency,
+        speed(quick_write, write),
+        speed(quick_read, read),
+        latency_s=min(quick_write, quick_read),
         duplex=tier.duplex,
         least_bytes=tier.least_bytes,
         padding_bytes=alignment if alignment > 1 else 0,

@@ -38,6 +38,12 @@ class Limits:
 
     def limit_on(self, device: torch.device, latest: Any) -> int:
         """Return the limit of a step planned now; `latest` is ``None`` before the first plan."""
+        limit = self._limit_on(device, latest)
+        if self._settings.offload is not None:
+            self._settings.offload.step_bytes = limit
+        return limit
+
+    def _limit_on(self, device: torch.device, latest: Any) -> int:
         settings = self._settings
         if settings.budget is not None:
             parameters = settings.module.parameters()

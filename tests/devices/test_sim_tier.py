@@ -227,7 +227,7 @@ def test_the_link_is_measured_on_the_device(modelled, tier):
     link = measure_link(tier, "sim")
     assert link.write_bytes_per_s == pytest.approx(1e9, rel=0.01)
     assert link.read_bytes_per_s == pytest.approx(1e9, rel=0.01)
-    assert tier.traffic.writes == tier.traffic.reads == 10
+    assert tier.traffic.writes == tier.traffic.reads == 10 * 32
 
 
 def test_waits_of_the_device_teach_the_speed(modelled, tier):

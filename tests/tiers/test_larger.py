@@ -278,6 +278,17 @@ def test_a_step_moves_what_its_plan_says():
     assert program.offloaded_bytes == moved.written_bytes > 0
 
 
+@pytest.mark.parametrize("offload_state", [False, True])
+def test_measuring_the_speed_of_the_tier_keeps_the_limit(offload_state):
+    model, (batch, _) = made("gpt"), batches("gpt", 2)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    settings = {"offload_state": optimizer} if offload_state else {}
+    chk = rotor.Checkpointable(model, mem_limit=LIMIT, engine="graph", offload="disk", **settings)
+    with meter("cpu") as m:
+        chk(*batch).backward()
+    assert m.peak_bytes <= LIMIT
+
+
 def test_what_belongs_to_the_model_is_never_seen_empty():
     chk, optimizer = compare("gpt", "adamw", "plain")
     model, weight = chk.module, chk.module.head.weight
