@@ -94,6 +94,11 @@ class _Ticket:
         self.source = source
         self.is_counted = False
 
+    @property
+    def is_write(self) -> bool:
+        """True if bytes went to the file."""
+        return self.source is None
+
     def is_damaged(self) -> bool:
         """Return whether a read that is done has brought other bytes than were written."""
         if self.source is None or self.source.nbytes != self.nbytes:
@@ -249,7 +254,7 @@ class DiskTier(Tier):
 
     def wait(self, ticket: Any) -> None:
         """Wait for a transfer; raise OSError if it failed, or brought other bytes."""
-        is_write = ticket.source is None
+        is_write = ticket.is_write
         try:
             ticket.transfer.wait()
             is_damaged = ticket.is_damaged()

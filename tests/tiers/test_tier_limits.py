@@ -1,4 +1,4 @@
-"""A training in a process whose memory is limited by the system, which plain PyTorch cannot do."""
+"""A training in a process that the system limits, which plain PyTorch cannot do; one in a limit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pathlib import Path
 
 import children
 import pytest
+import torch
+from torch import nn
+
+import rotor
 
 SCRIPT = children.TESTS / "limited_process.py"
 MARGIN_MIB = 300
@@ -39,3 +43,18 @@ def test_fifty_steps_within_a_limit_of_the_system(tmp_path):
     assert limited.returncode == 0, limited.stderr
     assert json.loads(limited.stdout) == json.loads(unlimited.stdout)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_measuring_the_speed_of_the_tier_keeps_the_limit(monkeypatch):
+    sizes, write = [], rotor.DiskTier.write
+
+    def noted(tier, area, offset, source):
+        sizes.append(len(source))
+        return write(tier, area, offset, source)
+
+    monkeypatch.setattr(rotor.DiskTier, "write", noted)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    limit = 1 << 20
+    chk = rotor.Checkpointable(model, mem_limit=limit, engine="graph", offload="disk")
+    chk(torch.randn(32, 64)).sum().backward()
+    assert 0 < max(sizes) <= limit // 16
