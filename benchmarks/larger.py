@@ -33,7 +33,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from tier_rivals import LATENCY_NS, MEMORY_GB_PER_S, Blocks, gpt, resnet, sim
+from tier_rivals import LATENCY_NS, Blocks, Subject, gpt, line_of, resnet, sim, start_clock
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -179,15 +179,6 @@ def mean_square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-@dataclass
-class Subject:
-    """A model and its batch."""
-
-    name: str
-    make: Callable[[], Blocks]
-    batch: tuple[int, ...]
-
-
 def subjects(quick: bool) -> list[Subject]:
     """Models of both kinds; a small one if quick."""
     if quick:
@@ -278,11 +269,7 @@ def ours(
 
 def line(given: Sequence[str]) -> str:
     """A row in columns."""
-    widths = (16, 5, 5, 12, 15, 12, 12, 8, 6, 6)
-    return "  ".join(
-        f"{cell:<{width}}" if k in (0, 3) else f"{cell:>{width}}"
-        for k, (cell, width) in enumerate(zip(given, widths, strict=False))
-    ).rstrip()
+    return line_of(given, (16, 5, 5, 12, 15, 12, 12, 8, 6, 6), left=(0, 3))
 
 
 def rows_of(
@@ -330,10 +317,7 @@ def rows_of(
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; 1 where a row is not as it should be."""
     warnings.simplefilter("ignore")
-    sim.set_poison(0)
-    sim.set_capacity(4 << 30)
-    sim.set_clock("model")
-    sim.set_compute(gb_per_s=MEMORY_GB_PER_S)
+    start_clock()
     heads = ("model", "limit", "state", "speed", "rotor", "streaming", "checkpointed")
     found = []
     for number, subject in enumerate(subjects(arguments.quick)):

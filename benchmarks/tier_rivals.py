@@ -263,13 +263,25 @@ def cells(found: Figures | None, plain: Figures, limit: int | None = None) -> li
     return [f"{mark}{found.peak_bytes / 1e6:.2f}", f"{found.seconds / plain.seconds:.3f}"]
 
 
-def line(given: Sequence[str]) -> str:
-    """A row in columns."""
-    widths = (16, 5, 24, 8, 6, 10, 8, 8, 8)
+def line_of(given: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> str:
+    """A row in columns of these widths, of which the left ones begin at the same place."""
     return "  ".join(
-        f"{cell:<{width}}" if k in (0, 2) else f"{cell:>{width}}"
+        f"{cell:<{width}}" if k in left else f"{cell:>{width}}"
         for k, (cell, width) in enumerate(zip(given, widths, strict=False))
     ).rstrip()
+
+
+def line(given: Sequence[str]) -> str:
+    """A row in columns."""
+    return line_of(given, (16, 5, 24, 8, 6, 10, 8, 8, 8), left=(0, 2))
+
+
+def start_clock() -> None:
+    """Have the device count modelled times alone."""
+    sim.set_poison(0)
+    sim.set_capacity(4 << 30)
+    sim.set_clock("model")
+    sim.set_compute(gb_per_s=MEMORY_GB_PER_S)
 
 
 def rows_of(subject: Subject, speeds: Sequence[float]) -> tuple[list[str], list[str], bool]:
@@ -310,10 +322,7 @@ def rows_of(subject: Subject, speeds: Sequence[float]) -> tuple[list[str], list[
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; 1 where rotor passed a limit."""
     warnings.simplefilter("ignore")
-    sim.set_poison(0)
-    sim.set_capacity(4 << 30)
-    sim.set_clock("model")
-    sim.set_compute(gb_per_s=MEMORY_GB_PER_S)
+    start_clock()
     found = [rows_of(subject, arguments.speeds) for subject in subjects(arguments.quick)]
     print()
     print(line(["model", "speed", "rival", "peak, MB", "time", "recompute", "", "both"]))
