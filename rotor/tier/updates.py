@@ -83,12 +83,19 @@ class Updates:
     def keep(self, state: Any, before: Any) -> Any:
         """Move a state's large tensors to the tier, to the homes of `before`; return the state."""
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and self._goes_away(value):
+            if isinstance(value, torch.Tensor) and self._is_at_home(before.get(name), value):
+                state[name] = before[name]
+            elif isinstance(value, torch.Tensor) and self._goes_away(value):
                 known = _home_like(before.get(name), value)
                 home = known or Home(self._tier, value, lasts=True)
                 home.write(value)
                 state[name] = AwayTensor.of(home)
         return state
+
+    def _is_at_home(self, known: Any, value: torch.Tensor) -> bool:
+        """Return whether a value is that of a home, with whose own memory the host computes."""
+        memory = self._in_memory(known) if isinstance(known, AwayTensor) else None
+        return memory is not None and memory.data_ptr() == value.data_ptr()
 
     def _goes_away(self, value: torch.Tensor) -> bool:
         is_here = not isinstance(value, AwayTensor) and value.nbytes >= LEAST_BYTES

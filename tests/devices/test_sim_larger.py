@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,22 @@ def test_training_is_that_of_the_plain_model(sim, make, update):
     # The first step measures the speed of the link too, in memory of its own.
     assert max(peaks[1:]) + resident + states <= limit
     assert max(plain_peaks) + 3 * sum(p.nbytes for p in net.parameters()) > 3 * limit
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_training_goes_on_from_loaded_states(sim, update):
+    """Loaded states come by the device, and an update on the host changes them at home."""
+    found = []
+    for is_wrapped in (False, True):
+        net = model().to("sim")
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        settings = {"mem_limit": 440 << 10, "offload": "host", "offload_state": optimizer}
+        call = rotor.Checkpointable(net, update=update, **settings) if is_wrapped else net
+        first, _ = train(sim, net, call, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        found.append([*first, *train(sim, net, call, optimizer)[0]])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_least_limit_counts_what_the_allocator_rounds_up(sim):
