@@ -69,7 +69,6 @@ class Operands {
             }
         }
         void *address = data.get();
-        bytes += real->nbytes();
         auto lent = c10::make_intrusive<StorageImpl>(
             StorageImpl::use_byte_size_t(), real->nbytes(),
             c10::DataPtr(address, c10::Device(c10::kCPU)), cpu_allocator(), true);
@@ -86,6 +85,7 @@ class Operands {
             }
         }
         shapes.push_back(tensor.sizes().vec());
+        bytes += std::min<size_t>(tensor.nbytes(), tensor.storage().nbytes());
         at::Tensor lent = view_of(lend(tensor.storage(), written), tensor, kCpu);
         tensors_.push_back({tensor, lent, written});
         return lent;
