@@ -25,7 +25,10 @@ from rotor.units import format_bytes, parse_bytes
 logger = logging.getLogger("rotor")
 
 PLANNED_SHARE = 0.75
-"""Share of a measured speed that plans count on: a slow link costs more than a fast one gains."""
+"""Share of a varying speed that plans count on: a slow link costs more than a fast one gains."""
+
+_STEADY = 0.95
+"""Share of a speed's median in its slowest sample from which it counts as steady."""
 
 _MOST_LESSONS = 3
 _SAMPLES = 5
@@ -37,7 +40,8 @@ _SHARE = 16
 _COMPUTED = 256
 
 
-_measured: weakref.WeakKeyDictionary[Tier, Link] = weakref.WeakKeyDictionary()
+_measured: weakref.WeakKeyDictionary[Tier, tuple[Link, float]] = weakref.WeakKeyDictionary()
+"""Link of each tier, and the share of its speed that the slowest sample had."""
 
 
 @dataclass
@@ -53,24 +57,28 @@ class Offload:
     """Number of times that metered steps have corrected it."""
     step_bytes: int | None = None
     """Limit of a step, which measuring the speed keeps too; ``None`` for any."""
+    planned_share: float = PLANNED_SHARE
+    """Share of the last speed seen that plans count on."""
 
     def known_link(self, device: torch.device) -> Link:
         """Return the link on which plans count, measured at the first time."""
         if self.link is None:
-            found = _measured.get(self.tier)
-            if found is None:
-                found = _measured[self.tier] = measure_link(self.tier, device, self.step_bytes)
+            known = _measured.get(self.tier)
+            if known is None:
+                known = _measured[self.tier] = _measure(self.tier, device, self.step_bytes)
+            found, slowest = known
+            self.planned_share = slowest if slowest >= _STEADY else PLANNED_SHARE
             self.link = replace(
                 found,
-                write_bytes_per_s=PLANNED_SHARE * found.write_bytes_per_s,
-                read_bytes_per_s=PLANNED_SHARE * found.read_bytes_per_s,
+                write_bytes_per_s=self.planned_share * found.write_bytes_per_s,
+                read_bytes_per_s=self.planned_share * found.read_bytes_per_s,
                 host_bytes=self.limit_bytes,
             )
             logger.info(
                 "second tier: %s/s written, %s/s read, planned for %.0f %% of it",
                 format_bytes(round(found.write_bytes_per_s)),
                 format_bytes(round(found.read_bytes_per_s)),
-                100 * PLANNED_SHARE,
+                100 * self.planned_share,
             )
         return self.link
 
@@ -80,10 +88,11 @@ class Offload:
         Every rank knows its link, as of `known_link`.
         """
         assert self.link is not None
-        found = ranks.exchange((self.link, self.limit_bytes, self.learned))
-        self.limit_bytes = min((limit for _, limit, _ in found if limit is not None), default=None)
+        found = ranks.exchange((self.link, self.limit_bytes, self.learned, self.planned_share))
+        self.limit_bytes = min((limit for _, limit, *_ in found if limit is not None), default=None)
         links = [replace(link, host_bytes=self.limit_bytes) for link, *_ in found]
-        self.learned = max(learned for *_, learned in found)
+        self.learned = max(learned for *_, learned, _ in found)
+        self.planned_share = min(share for *_, share in found)
         self.link = joined(links, least=["write_bytes_per_s", "read_bytes_per_s", "duplex"])
 
     @property
@@ -95,6 +104,7 @@ class Offload:
         """Have later plans count on a share of the speed that steps have shown."""
         assert self.link is not None
         self.learned += 1
+        self.planned_share = PLANNED_SHARE
         self.link = replace(
             self.link,
             write_bytes_per_s=PLANNED_SHARE * write_bytes_per_s,
@@ -162,7 +172,11 @@ def measure_link(
     OSError
         A transfer failed.
     """
-    place = torch.device(device)
+    return _measure(tier, torch.device(device), most_bytes)[0]
+
+
+def _measure(tier: Tier, place: torch.device, most_bytes: int | None) -> tuple[Link, float]:
+    """Return the link, and the share of its speed that the slowest sample had."""
     check_device(tier, place)
     try:
         return _timed_link(tier, place, most_bytes)
@@ -173,8 +187,8 @@ def measure_link(
             devices.release_cached(place)
 
 
-def _timed_link(tier: Tier, place: torch.device, most_bytes: int | None) -> Link:
-    """Return the median speed; memory of the device stays cached.
+def _timed_link(tier: Tier, place: torch.device, most_bytes: int | None) -> tuple[Link, float]:
+    """Return the median speed, and a share of it; memory of the device stays cached.
 
     A block moves again and again: values move in such pieces, and a sample of them needs no more.
     """
@@ -220,7 +234,8 @@ def _timed_link(tier: Tier, place: torch.device, most_bytes: int | None) -> Link
     finally:
         tier.release(area)
     quick_write, quick_read, write, read = map(statistics.median, zip(*samples, strict=True))
-    return Link(
+    slowest = min(min(write / seen[2], read / seen[3]) for seen in samples)
+    link = Link(
         speed(quick_write, write),
         speed(quick_read, read),
         latency_s=min(quick_write, quick_read),
@@ -228,6 +243,7 @@ def _timed_link(tier: Tier, place: torch.device, most_bytes: int | None) -> Link
         least_bytes=tier.least_bytes,
         padding_bytes=alignment if alignment > 1 else 0,
     )
+    return link, slowest
 
 
 class UnreachableError(ValueError):

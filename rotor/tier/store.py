@@ -12,7 +12,7 @@ import torch
 from rotor import _core
 from rotor._pytorch import dispatch
 from rotor.tier.interface import Tier, Traffic, bytes_at_phase, bytes_within
-from rotor.tier.offload import PLANNED_SHARE, Offload, check_device
+from rotor.tier.offload import Offload, check_device
 
 _OTHER = 1.5
 
@@ -85,7 +85,8 @@ class TierStore:
         if rates is None or not offload.may_learn:
             return
         planned = link.write_bytes_per_s, link.read_bytes_per_s
-        seen = [PLANNED_SHARE * rate / speed for rate, speed in zip(rates, planned, strict=True)]
+        share = offload.planned_share
+        seen = [share * rate / speed for rate, speed in zip(rates, planned, strict=True)]
         if any(not 1 / _OTHER < k < _OTHER for k in seen):
             offload.learn(*rates)
 

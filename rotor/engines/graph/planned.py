@@ -37,7 +37,7 @@ from rotor.graph.program import Program, simulate
 from rotor.graph.transfers import transfers_of
 from rotor.meter.reserving import Reserving
 from rotor.meter.step_meter import Metered
-from rotor.tier.offload import PLANNED_SHARE, Offload
+from rotor.tier.offload import Offload
 from rotor.units import format_bytes
 
 logger = logging.getLogger("rotor")
@@ -370,10 +370,10 @@ def follows_link(
     if rates is None:
         share = link_time / (link_time + max(excess, 0.0)) if link_time else 1.0
         rates = link.write_bytes_per_s * share, link.read_bytes_per_s * share
-        rates = rates[0] / PLANNED_SHARE, rates[1] / PLANNED_SHARE
+        rates = rates[0] / offload.planned_share, rates[1] / offload.planned_share
     planned = link.write_bytes_per_s, link.read_bytes_per_s
     is_slow = excess > _WAITED * makespan and (rates[0] < planned[0] or rates[1] < planned[1])
-    faster = PLANNED_SHARE / _FASTER
+    faster = offload.planned_share / _FASTER
     is_fast = faster * rates[0] > planned[0] and faster * rates[1] > planned[1]
     if not is_slow and not is_fast:
         return False
