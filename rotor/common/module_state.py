@@ -416,7 +416,7 @@ class Watch:
             self._values(base.__qualname__, base, Attribute, keys)
             for value in list(vars(base).values()):
                 function = getattr(value, "__func__", getattr(value, "fget", value))
-                if isinstance(function, types.FunctionType):
+                if isinstance(function, types.FunctionType | LRU_CACHE):
                     self._waiting.append((function.__qualname__, function, None))
 
     def _code(self, name: str, value: Any) -> None:

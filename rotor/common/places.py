@@ -6,6 +6,7 @@ import array
 import copy
 import dis
 import functools
+import gc
 import io
 import random
 import sys
@@ -287,7 +288,7 @@ def state_of(owner: Any) -> Any:
         if isinstance(owner, numpy.ndarray):
             return owner.copy()
     if isinstance(owner, LRU_CACHE):
-        return owner.cache_info().currsize
+        return [id(key) for key in _kept_results(owner)]
     if isinstance(owner, io.IOBase):
         try:
             if isinstance(owner, _IN_MEMORY):
@@ -298,11 +299,21 @@ def state_of(owner: Any) -> Any:
     return MISSING
 
 
+def _kept_results(function: Any) -> dict[Any, Any]:
+    """Return the dictionary of the results that a function with a cache keeps.
+
+    Python passes over links of its list of latest uses whose entries are gone.
+    """
+    held = [h for h in gc.get_referents(function) if type(h) is dict and h is not vars(function)]
+    return held[0] if held else {}
+
+
 def _set_state(owner: Any, state: Any) -> None:
     numpy = numpy_module()
     if isinstance(owner, LRU_CACHE):
-        if state == 0:  # Single entries cannot be taken out.
-            owner.cache_clear()
+        kept = _kept_results(owner)
+        for key in [key for key in kept if id(key) not in state]:
+            del kept[key]
     elif isinstance(owner, _IN_MEMORY):
         owner.__setstate__(state)
     elif isinstance(owner, io.IOBase):

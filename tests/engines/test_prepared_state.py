@@ -157,6 +157,82 @@ def test_a_graph_of_a_function_that_draws_once_is_refused():
         model(torch.randn(16, 8))
 
 
+class Gained(nn.Module):
+    """Block that a method with a cache scales, as the weights were when it first ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    @functools.lru_cache  # noqa: B019
+    def scale(self, size: int) -> torch.Tensor:
+        return self.gain.detach() / size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale(len(x)) * self.gain
+
+
+class Listing(Gained):
+    """Block that notes the sizes for which it has made masks, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.count = [], 0
+
+    @functools.lru_cache  # noqa: B019
+    def scale(self, size: int) -> torch.Tensor:
+        self.sizes.append(size)
+        self.count += 1
+        return torch.ones(8) / self.count
+
+
+@pytest.mark.filterwarnings("ignore:no single graph of the model")
+@pytest.mark.parametrize("engine", ["auto", "dynamic", "chain"])
+@pytest.mark.parametrize("kind", [Gained, Listing])
+def test_a_function_with_a_cache_runs_when_the_plain_model_runs_it(kind, engine):
+    def results(engine: str | None) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(kind() for _ in range(4)))
+        net = net if engine == "chain" else Row(net)
+        model = rotor.Checkpointable(net, mem_limit="1 MB", engine=engine) if engine else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        found = []
+        for rows in (16, 16, 8, 16):
+            optimizer.zero_grad()
+            loss = model(torch.randn(rows, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found += [loss.item(), *([m.sizes[:], m.count] for m in net.modules()
+                                     if isinstance(m, Listing))]  # fmt: skip
+        return found
+
+    assert results(None) == results(engine)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Gained, "tensors read by"), (Listing, "writes of")])
+def test_a_graph_of_a_function_with_a_cache_that_matters_is_refused(kind, words):
+    model = rotor.Checkpointable(Row(kind()), mem_limit="1 MB", engine="graph")
+    with pytest.raises(rotor.CaptureError, match=f"{words} a function with a cache"):
+        model(torch.randn(16, 8))
+
+
+@functools.lru_cache
+def ramp(size: int) -> torch.Tensor:
+    table = [k / size for k in range(size)]
+    return torch.tensor(table) + torch.arange(size).view(size)
+
+
+class Ramped(Gained):
+    def scale(self, size: int) -> torch.Tensor:
+        return ramp(size)[:8]
+
+
+def test_a_graph_of_a_pure_function_with_a_cache_is_planned():
+    model = rotor.Checkpointable(Row(Ramped(), Ramped()), mem_limit="1 MB", engine="graph")
+    for rows in (16, 24, 32):
+        model(torch.randn(rows, 8)).sum().backward()
+
+
 def test_queues_hold_what_the_steps_put_into_them():
     found: queue.Queue[torch.Tensor] = queue.Queue()
     model = Noting(found.put)
