@@ -171,10 +171,11 @@ class Draws:
         )
 
 
-def cached_draws_refused() -> AbstractContextManager[None]:
-    """Return a context in which captures refuse calls of functions with a cache that draw numbers.
+def cached_effects_refused() -> AbstractContextManager[None]:
+    """Return a context in which captures refuse calls of functions with a cache that matter.
 
-    A graph draws in every call, and such a function once.
+    Such a function runs once, and a graph of it every time: the same only where it neither draws
+    numbers, nor computes from tensors that change, nor writes to what others read.
     """
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables.functions import WrapperUserFunctionVariable
@@ -182,18 +183,49 @@ def cached_draws_refused() -> AbstractContextManager[None]:
     call: Any = WrapperUserFunctionVariable.call_function
 
     def refusing(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        before = _draws_of(tx.output)
-        result = call(function, tx, args, kwargs)
-        if hasattr(function.wrapper_obj, "cache_info") and _draws_of(tx.output) != before:
-            unimplemented(
-                gb_type="random numbers in a function with a cache",
-                context=f"{function.wrapper_obj.__qualname__}",
-                explanation=f"{function.wrapper_obj.__qualname__}() draws once, a graph every time",
-                hints=[],
-            )
+        if not hasattr(function.wrapper_obj, "cache_info"):
+            return call(function, tx, args, kwargs)
+        before, known, written = _draws_of(tx.output), set(tx.output.graph.nodes), []
+        effects: Any = type(tx.output.side_effects)
+        allow = effects.check_allowed_side_effect
+
+        def noting(held: Any, item: Any) -> bool:
+            if not type(item.mutation_type).__name__.endswith("New"):
+                written.append(item)
+            return bool(allow(held, item))
+
+        with core.replaced(effects, check_allowed_side_effect=noting):
+            result = call(function, tx, args, kwargs)
+        added = [node for node in tx.output.graph.nodes if node not in known]
+        name = function.wrapper_obj.__qualname__
+        for is_so, kind, verb in (
+            (_draws_of(tx.output) != before, "random numbers in", "draws"),
+            (written, "writes of", "writes"),
+            (any(map(_reads_inputs(known), added)), "tensors read by", "reads them"),
+        ):
+            if is_so:
+                unimplemented(
+                    gb_type=f"{kind} a function with a cache",
+                    context=name,
+                    explanation=f"{name}() {verb} once, a graph every time",
+                    hints=[],
+                )
         return result
 
     return core.replaced(WrapperUserFunctionVariable, call_function=refusing)
+
+
+def _reads_inputs(known: Any) -> Callable[[Any], bool]:
+    """Return whether a node reads a tensor of known nodes, or one that the code is given."""
+
+    def reads(node: Any) -> bool:
+        return any(
+            isinstance(used.meta.get("example_value"), torch.Tensor)
+            for used in node.all_input_nodes
+            if used in known or used.op == "placeholder"
+        )
+
+    return reads
 
 
 def _draws_of(captured: Any) -> int:

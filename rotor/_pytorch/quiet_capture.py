@@ -30,7 +30,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rotor._pytorch import captures, core, patches
-from rotor._pytorch.draws import Draws, cached_draws_refused
+from rotor._pytorch.draws import Draws, cached_effects_refused
 from rotor._pytorch.scripts import functions_run_whole
 from rotor.errors import CaptureError
 
@@ -297,7 +297,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         enter(_kernels_of_eager())
         enter(draws.drawn_anew())
         enter(captures.examples_forgotten())
-        enter(cached_draws_refused())
+        enter(cached_effects_refused())
         enter(_unordered_settings())
         enter(_layouts_of_outputs())
         enter(_silent_logs())
