@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import types
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -105,6 +106,52 @@ def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     shape, dtype = parameter.shape, parameter.dtype
     found = [_tried_bytes(optimizer, group, shape, dtype, place) for group in groups]
     return -(-max(found, default=0) // parameter.nbytes)
+
+
+def of(parameters: Iterable[torch.Tensor]) -> Optimizer:
+    """Return the optimizer of the process that has these parameters; ValueError: none, or more."""
+    trained = [p for p in parameters if p.requires_grad]
+    find(trained)
+    wanted = {id(p) for p in trained}
+    found = [one for one in list(_known) if not wanted.isdisjoint(map(id, _parameters_of(one)))]
+    if len(found) != 1:
+        names = ", ".join(type(one).__name__ for one in found)
+        raise ValueError(
+            f"the parameters of the model are those of {len(found)} optimizers ({names}), and one "
+            "is to have its states in a second tier: make one, of all of them"
+            if found
+            else "no optimizer has the parameters of the model yet: make it before the first "
+            "training forward, and after the model is on its device"
+        )
+    return found[0]
+
+
+def unwrapped(optimizer: Any) -> tuple[Any, list[Any]]:
+    """Return the optimizer that others wrap, such as Accelerate's and Lightning's, and these."""
+    outer = []
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        outer.append(optimizer)
+        optimizer = inner
+    return optimizer, outer
+
+
+def replace_step(optimizer: Optimizer, step: Callable[..., Any], outer: Iterable[Any]) -> None:
+    """Have an optimizer, and those that wrap it, take steps by another function.
+
+    A scheduler looks for a mark on the step, and for one on the optimizer that it has been taken.
+    """
+
+    def marked(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    vars(marked)["_wrapped_by_lr_sched"] = True
+    made = types.MethodType(Optimizer.profile_hook_step(marked), optimizer)
+    optimizer.step = made  # type: ignore[method-assign]
+    for one in outer:
+        if any(getattr(value, "__name__", "") == "step" for value in vars(one).values()):
+            # The former step that a wrapper keeps is looked up again, as in a copy.
+            one.__setstate__(one.__getstate__())
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -87,6 +87,9 @@ def _run(arguments: argparse.Namespace) -> int:
     subject = Subject(arguments)
     subject.check()
     limit = within_total(arguments, subject, limit)
+    is_away = "offload_state" in subject.offload
+    # Plain steps run before parameters leave memory.
+    ran = running.plain_step(subject) if is_away and not arguments.no_plain else None
     model = wrapped(subject, arguments, effort="fast")
     is_planned = has_single_plan(model)
     profile, here = subject.profile, subject.profile is None
@@ -104,13 +107,13 @@ def _run(arguments: argparse.Namespace) -> int:
         with batches.unchanged(subject.model, subject.device):
             steps = running.limited_steps(subject, model)
             found = measured_curve(steps, most, arguments.points, on_step, limit)
-    facts = CurveFacts(limit_bytes=limit, is_measured=not is_planned)
+    facts = CurveFacts(limit_bytes=limit, is_measured=not is_planned, is_away=is_away)
     if is_planned and limit is not None:
         facts.note_plan(model, arguments.effort)
     if not here:
         facts.plain_bytes = factories.planned_peak(model)
-    elif arguments.no_plain:
-        pass
+    elif arguments.no_plain or is_away:
+        facts.plain_bytes, facts.plain_seconds = ran or (None, None)
     elif free is not None and int(found.bytes[-1]) * _ROOM > free:
         tell(arguments, "plain PyTorch was not run: it might need more than is free")
     else:
@@ -126,6 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
         write_curve(found, path, plain=plain, limit_bytes=limit, title=subject.name)
         tell(arguments, f"{arguments.plot} has the picture")
     data = subject.described() | asdict(facts)
+    data |= {} if model.homes is None else {"homes": model.homes}
     data |= {
         "curve": found.to_dict(),
         "minimum_bytes": found.minimum_bytes,
@@ -157,6 +161,8 @@ class CurveFacts:
     """Bytes of every limit that are set aside for an unknown loss."""
     is_measured: bool = False
     """True if the times are those of steps that were run, not planned."""
+    is_away: bool = False
+    """True if bytes are those of parameters, gradients and states in memory too."""
     has_loss: bool = True
     engine: str | None = None
     """Form in which training plans a step within the limit; ``None`` without such a plan."""
@@ -175,7 +181,8 @@ class CurveFacts:
 
     def base_seconds(self, curve: Curve) -> float:
         """Return the time of a plain step, in measured or in planned seconds like the curve."""
-        if self.is_measured and self.plain_seconds is not None:
+        # Where parameters are fetched, no plan takes the time of a plain step.
+        if (self.is_measured or self.is_away) and self.plain_seconds is not None:
             return self.plain_seconds
         return float(curve.seconds[-1])
 
@@ -200,7 +207,8 @@ def curve_text(curve: Curve, points: int, facts: CurveFacts | None = None) -> st
     shown = zip(curve.bytes[chosen].tolist(), curve.seconds[chosen].tolist(), strict=True)
     lines = [(size, s, "") for size, s in shown if format_bytes(size) not in named]
     lines += [(size, _at(curve, size) or 0.0, name) for name, size in curve.marks]
-    rows = [["memory of a step", "% of plain", "time", "x plain", ""]]
+    counted = "model and step" if facts.is_away else "memory of a step"
+    rows = [[counted, "% of plain", "time", "x plain", ""]]
     for size, seconds, name in sorted(lines):
         # A plain step ran with its peak; plans set more aside for a loss that they cannot see.
         is_short = size < curve.minimum_bytes
@@ -222,6 +230,8 @@ def _remarks(curve: Curve, facts: CurveFacts, base: float) -> list[str]:
     if facts.is_measured:
         loss = "" if facts.has_loss else f",\nwith {UNKNOWN}"
         found.append(f"Times and peaks are those of steps that were run{loss}.")
+    elif facts.is_away:
+        found.append("Times are planned, those of forward and backward without an update.")
     elif facts.plain_seconds is not None:
         found.append(
             "Times are planned, to the scale of plain PyTorch, which ran in "

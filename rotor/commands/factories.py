@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +424,26 @@ def loss_of(name: str) -> Callable[[Any], torch.Tensor]:
     """
     known = {"cross_entropy": _cross_entropy, "mse": _mse, "sum": batches.sum_of}
     return known.get(name) or load(name)
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a name, for the parameters of a model; ValueError: it makes none."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        made: Any = (_OPTIMIZERS.get(name) or load(name))(trained)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"calling {name} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"{name} gave {type(made).__name__}, expected an optimizer of torch.optim")
+    return made
 
 
 def has_own_loss(output: Any) -> bool:

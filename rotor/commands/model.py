@@ -105,6 +105,9 @@ OFFLOAD = {
     "--offload TIER": "plan with a second tier of memory: disk, disk:FOLDER or, for accelerators, "
     "host",
     "--offload-limit BYTES": "most bytes of a step there, such as 16GiB",
+    "--offload-state OPTIMIZER": "have parameters, gradients and the states of an optimizer there "
+    "too, and count in the limit what of them is in memory: sgd (with momentum), adam, adamw, "
+    "adafactor, or FILE.py:FUNCTION of the parameters",
 }
 """Options of a second tier."""
 
@@ -118,8 +121,10 @@ TOTAL = (
 def offload_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `rotor.Checkpointable` for a second tier; none without one."""
     offload, most = getattr(arguments, "offload", None), getattr(arguments, "offload_limit", None)
-    if offload is None and most is not None:
-        raise ValueError("--offload-limit is for --offload: give --offload disk, or leave it out")
+    for name in ("offload_limit", "offload_state"):
+        if offload is None and getattr(arguments, name, None):
+            shown = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{shown} is for --offload: give --offload disk, or leave it out")
     return {} if offload is None else {"offload": offload, "offload_limit": most}
 
 
@@ -193,8 +198,8 @@ class Subject:
     """The model of a command line and its sample, on its device.
 
     `sample` is as the constructor of `rotor.Checkpointable` takes it, and `inputs` are its shapes,
-    for people; empty if the callable gave the sample. `engine` is "graph" if a profile or a second
-    tier is given. `profile` is the `rotor.graph.Profile` of the machine that is planned for,
+    for people; empty if the callable gave the sample. `engine` is "graph" if a profile is given.
+    `profile` is the `rotor.graph.Profile` of the machine that is planned for,
     ``None`` for this one. `loss` is a function of the output, ``None`` if it is unknown; `output`
     is the output of the model, after `check`.
     """
@@ -204,14 +209,14 @@ class Subject:
 
         from rotor._pytorch import core, fsdp
         from rotor.commands import factories
+        from rotor.tier.offload import trial_tier
 
         path = getattr(arguments, "profile", None)
         self.profile = None if path is None else factories.profile_of(path, arguments.engine)
         self.offload = offload_of(arguments)
         self.mode: Any = nullcontext()
         """Context in which the model is made and captured."""
-        is_graph = path is not None or (self.offload and arguments.engine == "auto")
-        self.engine: str = "graph" if is_graph else arguments.engine
+        self.engine: str = arguments.engine if path is None else "graph"
         given = factories.inputs(arguments.input, arguments.dtype, arguments.high)
         self.name: str = arguments.factory
         self.device = factories.device_of(arguments.device)
@@ -234,6 +239,14 @@ class Subject:
         self.inputs = [str(one) for one in given]
         self.model = made.model if sizes else made.model.to(self.device)
         self.sample = factories.to_device(sample, self.device)
+        optimizer = getattr(arguments, "offload_state", None)
+        if optimizer is not None:
+            if self.profile is not None:
+                raise ValueError(
+                    "--offload-state moves parameters of this machine, and --profile is of another"
+                )
+            self.offload["offload_state"] = factories.optimizer_of(optimizer, self.model)
+            self.offload["offload"] = trial_tier(self.offload["offload"], self.engine)
         self.is_one = factories.takes_one(self.model, self.engine)
         self.output: Any = None
         self.loss_name: str | None = arguments.loss

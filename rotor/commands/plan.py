@@ -95,6 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "engine": model.plan.engine,
         **subject.described(),
         **measured,
+        **({} if model.homes is None else {"homes": model.homes}),
     }
     data = {"plan": described, "schedule": None if schedule is None else schedule.to_dict()}
     if arguments.out is not None and schedule is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor.commands import add_options, add_output, examples
-from rotor.commands.model import LIMIT, TOTAL, limit_of, total_of
+from rotor.commands.model import LIMIT, OFFLOAD, TOTAL, limit_of, offload_of, total_of
 
 
 def add(commands: Any) -> None:
@@ -40,6 +40,9 @@ def add(commands: Any) -> None:
         "where nothing runs out of memory by itself, this is the way",
         "--limit BYTES": f"train within this limit, {LIMIT}",
         "--total BYTES": TOTAL,
+        "--offload TIER": OFFLOAD["--offload TIER"],
+        "--offload-state": "have parameters, gradients and the states of the script's optimizer "
+        "there too, and count in the limit what of them is in memory",
     }
     add_options(sub, options)
     add_output(sub, help="write the advice as JSON to a file")
@@ -53,7 +56,12 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError("--watch says what limits cost, and --limit keeps one: give one of them")
     if not arguments.is_module and not Path(arguments.script).is_file():
         raise ValueError(f"no file {arguments.script}: expected a script, before its arguments")
+    if arguments.offload and not is_limited:
+        raise ValueError("--offload is for a limit: give --limit or --total too, or leave it out")
+    offload = offload_of(arguments)
+    if arguments.offload_state:
+        offload["offload_state"] = True
     from rotor.commands import script
 
-    limits = {"mem_limit": limit, "total_limit": total} if is_limited else {}
+    limits = {"mem_limit": limit, "total_limit": total, **offload} if is_limited else {}
     return script.run(arguments, limits)

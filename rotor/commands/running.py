@@ -11,7 +11,7 @@ from rotor.common.accounting import assumed_loss_bytes
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import output_tensors
 from rotor.fit import batches
-from rotor.fit.steps import LimitedSteps, plain_figures
+from rotor.fit.steps import LimitedSteps, plain_figures, plain_resident_bytes
 from rotor.meter import allocator
 from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -34,7 +34,8 @@ def plain_step(subject: Subject) -> tuple[int, float] | None:
     Nothing of the model is changed.
     """
     with batches.unchanged(subject.model, subject.device):
-        return plain_figures(_step_of(subject, subject.model), subject.device)
+        beside = plain_resident_bytes(subject.model, subject.offload)
+        return plain_figures(_step_of(subject, subject.model), subject.device, beside)
 
 
 def measured_step(
@@ -60,7 +61,9 @@ def limited_steps(subject: Subject, model: Checkpointable) -> LimitedSteps:
         model,
         lambda wrapped: _step_of(subject, wrapped),
         subject.device,
-        lambda: factories.wrapper_of(subject.model, None, "dynamic", subject.loss),
+        lambda: factories.wrapper_of(
+            subject.model, None, "dynamic", subject.loss, **subject.offload
+        ),
     )
 
 

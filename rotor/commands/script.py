@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import devices
+from rotor._pytorch import devices, optimizers
 from rotor.commands import tell, write_command_json
 from rotor.common.frames import release
 from rotor.common.modes import Modes
@@ -189,6 +189,8 @@ class _Watcher:
         if self._limits:
             self._planned = PlannedForward(module, **self._limits)
             self._planned.install()
+            if self._limits.get("offload_state"):
+                self._planned.take(optimizers.of(module.parameters()))
             tell(self._arguments, f"{type(module).__name__} trains within {self._shown_limits()}")
         elif not self._arguments.watch:
             self.stop()
@@ -319,7 +321,7 @@ class _Watcher:
             self.explain()
         if self._limits and self._planned is None:
             self._tell("no module trained: the limit was for none")
-        if self._planned is not None:
+        if self._planned is not None and self._planned.model is not None:
             self._finish_limit(self._planned.model)
             self._planned.remove()
 

@@ -18,7 +18,15 @@ from rotor.common.calls import sample_call
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import device_of, resized, step_bytes, sum_of, training_step, unchanged
 from rotor.fit.result import shown_bytes, shown_seconds
-from rotor.fit.steps import has_single_plan, plain_figures, seconds_of, settle
+from rotor.fit.steps import (
+    has_single_plan,
+    plain_figures,
+    plain_resident_bytes,
+    resident_bytes,
+    seconds_of,
+    settle,
+    wrapped,
+)
 from rotor.meter.room import step_limit
 from rotor.report.text import table
 from rotor.units import format_bytes
@@ -177,15 +185,17 @@ def cost_of_lengths(
 
     def step_of(runner: Any, length: int) -> Callable[[], None]:
         given, named = batch_of(length)
-        return training_step(model, lambda: loss_of(runner(*given, **named)))
+        trained = runner.module if isinstance(runner, Checkpointable) else runner
+        return training_step(trained, lambda: loss_of(runner(*given, **named)))
 
     rows = []
     with unchanged(model, device, batch_of(min(lengths))):
         silent = {"verbosity": -1} | options
-        wrapped = Checkpointable(model, mem_limit=limit, engine=engine, **silent)
+        beside = plain_resident_bytes(model, options)
+        ours = wrapped(model, limit, engine=engine, **silent)
         for length in _chosen(lengths, points):
-            found = _limited(wrapped, step_of(wrapped, length), device, limit)
-            plain = plain_figures(step_of(model, length), device) or (None, None)
+            found = _limited(ours, step_of(ours, length), device, limit)
+            plain = plain_figures(step_of(model, length), device, beside) or (None, None)
             rows.append(LengthCost(length, *found, *plain))
     return LengthsCost(limit, dict(lengths), tuple(rows))
 
@@ -199,7 +209,7 @@ def _limited(
         try:
             settle(model, step)
             model.wait_for_planning()
-            peak = step_bytes(step, device)
+            peak = step_bytes(step, device) + resident_bytes(model)
             seconds = seconds_of(step, device)
         except InfeasibleError as error:
             return False, error.minimum_bytes, None, None

@@ -28,10 +28,18 @@ from rotor.fit.batches import (
     unchanged,
 )
 from rotor.fit.result import BatchFit, LargestBatch, TriedBatch, shown_bytes
-from rotor.fit.steps import LimitedSteps, has_single_plan, seconds_of, settle
+from rotor.fit.steps import (
+    LimitedSteps,
+    has_single_plan,
+    plain_resident_bytes,
+    resident_bytes,
+    seconds_of,
+    settle,
+    wrapped,
+)
 from rotor.meter import allocator
 from rotor.meter.room import step_limit
-from rotor.tier.offload import checked_offload
+from rotor.tier.offload import trial_tier
 from rotor.timing import single_runs
 from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -110,7 +118,8 @@ def largest_batch(
         from rough times, so that steps may be a little slower. Throughput is measured either way.
     **options
         Options of `Checkpointable`, such as ``offload``. Graphs are planned with ``effort="fast"``
-        by default.
+        by default. With ``offload_state=``, an optimizer of the model, copies of both go to the
+        tier, and bytes are those of parameters, gradients, states and a step.
 
     Returns
     -------
@@ -147,8 +156,7 @@ def largest_batch(
     refuse_sharded(model)
     if isinstance(options.get("offload"), str):
         # All sizes share a file, and its measured speed.
-        checked = checked_offload(options["offload"], None, engine)
-        options = {**options, "offload": None if checked is None else checked.tier}
+        options = {**options, "offload": trial_tier(options["offload"], engine)}
     check_counts(multiple_of=multiple_of, max_batch=max_batch, points=points)
     if max_batch < multiple_of:
         raise ValueError(f"max_batch = {max_batch} is below multiple_of = {multiple_of}")
@@ -224,9 +232,12 @@ class _Search:
     warned: bool = False
     engines: dict[int, str] = field(default_factory=dict)
     enough: int | None = None
+    away: Checkpointable | None = None
+    """Model whose parameters are in a second tier, where all sizes run."""
 
     def __post_init__(self) -> None:
         self.is_run = self.engine == "dynamic"
+        self.beside = plain_resident_bytes(self.model, self.options)
 
     # -- batches and steps
 
@@ -246,7 +257,7 @@ class _Search:
                 return found
             return loss_fn(model(*args, **kwargs), *targets)
 
-        return training_step(self.model, loss)
+        return training_step(model.module if isinstance(model, Checkpointable) else model, loss)
 
     def _note(self, runs: str, size: int, fits: bool, least: int | None, **ran: Any) -> None:
         batch = size * self.unit
@@ -310,9 +321,11 @@ class _Search:
 
     def _planned(self, size: int) -> tuple[Checkpointable, int | None, bool]:
         (args, kwargs, targets), loss_fn = self._loss(size)
-        model: Any = Checkpointable(
-            self.model, mem_limit=self.limit, engine=self.engine, loss_fn=loss_fn, **self.options
+        model = self.away or wrapped(
+            self.model, self.limit, engine=self.engine, loss_fn=loss_fn, **self.options
         )
+        if model.homes is not None:
+            self.away = model
         self.engine_name = model.planned_as
         if self.is_run:
             return self._ran(model, size)
@@ -328,7 +341,7 @@ class _Search:
         except InfeasibleError as error:
             least = error.minimum_bytes
         else:
-            least = model.get_expected_memory()
+            least = model.get_expected_memory() + resident_bytes(model)
         tries = [fast]
         if may_choose and self.limit < least <= _NEAR * self.limit:
             tries.append({"effort": "default"})
@@ -336,7 +349,7 @@ class _Search:
             try:
                 plan = model.plan_step(self.limit, **more)
                 self.engines[size] = plan.engine
-                return model, min(least, plan.predicted_bytes), True
+                return model, min(least, plan.predicted_bytes + resident_bytes(model)), True
             except InfeasibleError as error:
                 least = min(least, error.minimum_bytes)
         return model, least, False
@@ -376,8 +389,8 @@ class _Search:
                 step = self._step(model, size)
                 # The first steps are metered by the wrapper, and may be planned again.
                 settle(model, step)
-                measured = step_bytes(step, self.device)
-                predicted = model.get_expected_memory()
+                measured = step_bytes(step, self.device) + resident_bytes(model)
+                predicted = model.get_expected_memory() + resident_bytes(model)
                 seconds = seconds_of(step, self.device) if measured <= self.limit else None
         except (InfeasibleError, RuntimeError, MemoryError) as error:
             if not (isinstance(error, InfeasibleError) or is_out_of_memory(error)):
@@ -421,7 +434,7 @@ class _Search:
             try:
                 step = self._step(self.model, size)
                 step()
-                measured = step_bytes(step, self.device)
+                measured = step_bytes(step, self.device) + self.beside
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

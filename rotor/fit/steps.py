@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from rotor._pytorch.optimizers import states_of, unwrapped
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import is_out_of_memory, step_bytes
+from rotor.meter import allocator
 from rotor.meter.step_meter import Verdict
+from rotor.tier.offload import trial_tier
 from rotor.timing import measure_ns
 from rotor.units import exact_bytes
 from rotor.wrapper.checkpointable import Checkpointable
@@ -23,6 +28,38 @@ _MOST_STEPS = 2 * METERED_STEPS + 1
 """Steps of two engines, the second after the first has exceeded the limit, and a last one."""
 _NEAR = 0.03
 _HALVINGS = 8
+
+
+def wrapped(model: nn.Module, limit_bytes: int, **options: Any) -> Checkpointable:
+    """Return a model with a limit.
+
+    With ``offload_state`` it is a copy, and its optimizer a copy too, which lives as long.
+    """
+    wrap: Any = Checkpointable
+    optimizer, _ = unwrapped(options.get("offload_state"))
+    if optimizer is not None:
+        model, optimizer = copy.deepcopy((model, optimizer))
+        options["offload_state"] = optimizer
+        if isinstance(options.get("offload"), str):
+            options["offload"] = trial_tier(options["offload"], options.get("engine", "auto"))
+    made: Checkpointable = wrap(model, mem_limit=limit_bytes, **options)
+    made.__dict__["_fitted_optimizer"] = optimizer
+    return made
+
+
+def resident_bytes(model: Checkpointable) -> int:
+    """Return the bytes beside a step that the limit of a model counts."""
+    return 0 if model.homes is None else model.homes["resident"]
+
+
+def plain_resident_bytes(model: nn.Module, options: Mapping[str, Any]) -> int:
+    """Return the bytes beside a plain step that a limit with these options counts."""
+    optimizer, _ = unwrapped(options.get("offload_state"))
+    if optimizer is None:
+        return 0
+    parameters = list(model.parameters())
+    states = [states_of(optimizer, p) * p.nbytes for p in parameters if p.requires_grad]
+    return allocator.storage_bytes([*parameters, *model.buffers()]) + sum(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +100,16 @@ def settle(model: Checkpointable, step: Callable[[], object]) -> None:
             break
 
 
-def plain_figures(step: Callable[[], object], device: torch.device) -> tuple[int, float] | None:
-    """Return peak and seconds of a plain training step; ``None`` if it is out of memory."""
+def plain_figures(
+    step: Callable[[], object], device: torch.device, beside_bytes: int = 0
+) -> tuple[int, float] | None:
+    """Return peak and seconds of a plain training step; ``None`` if it is out of memory.
+
+    The peak includes bytes beside the step that a limit counts.
+    """
     try:
         step()
-        return step_bytes(step, device), seconds_of(step, device)
+        return beside_bytes + step_bytes(step, device), seconds_of(step, device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -94,7 +136,9 @@ class LimitedSteps:
         self.device = device
         self._step_of = step_of
         self._make_dynamic = dynamic
-        self._dynamic: Checkpointable | None = model if model.planned_as == "dynamic" else None
+        # Parameters in a second tier are there for one wrapped model.
+        is_last = model.planned_as == "dynamic" or model.homes is not None
+        self._dynamic: Checkpointable | None = model if is_last else None
         self.least_parts_bytes = 0
         self.runner = model
 
@@ -150,9 +194,10 @@ class LimitedSteps:
         model.plan_step(limit_bytes)
         step = self._step_of(model)
         settle(model, step)
-        peak = model.plan.measured_bytes
-        if peak is None or peak <= limit_bytes:
+        peak, own = model.plan.measured_bytes, resident_bytes(model)
+        if peak is None or peak + own <= limit_bytes:
             peak = step_bytes(step, self.device)
+        peak += own
         if peak > limit_bytes:
             return RanStep(limit_bytes, False, peak, least_bytes=peak)
         seconds = seconds_of(step, self.device) if timed else None

@@ -59,7 +59,8 @@ class RotorCallback(Limited, Callback):
         computes the loss, and returns it as ``loss``, or first in a tuple; then it is part of the
         plan, and the limit holds from the first step, else from the second.
     **options
-        Options of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
+        Options of `rotor.Checkpointable`, such as ``engine`` or ``effort``. ``offload_state=True``
+        takes the optimizer of the ``LightningModule``.
 
     Attributes
     ----------
@@ -97,10 +98,16 @@ class RotorCallback(Limited, Callback):
         _check(trainer.strategy)
         found = _found(pl_module, self._name)
         self._plan(found, None if self._all_gradients else _always).install()
+        if self._takes_optimizer and len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers gave {len(trainer.optimizers)} optimizers, and "
+                "offload_state=True is for one, of all parameters: give one, or leave it out"
+            )
+        self._take(trainer.optimizers[0] if trainer.optimizers else None)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Restore the plain module when ``fit`` ends."""
-        self._remove()
+        self._leave()
         if self._planned is not None and not self._planned.ran and trainer.global_step:
             warn_caller(
                 f"training_step never called {self._shown(pl_module)}, so nothing was limited: "
@@ -110,7 +117,15 @@ class RotorCallback(Limited, Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the plain module when ``fit`` fails or is interrupted."""
+        self._leave()
+
+    def _leave(self) -> None:
         self._remove()
+        if self._takes_optimizer and self.model is not None:
+            # Lightning moves the module to the CPU, as parameters in a second tier cannot be.
+            assert self._planned is not None
+            if any(p.device.type != "cpu" for p in self.model.module.parameters()):
+                self._planned.bring_back()
 
     def _shown(self, pl_module: nn.Module) -> str:
         assert self.model is not None

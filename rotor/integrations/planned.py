@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
+from rotor._pytorch import core
+from rotor._pytorch.optimizers import unwrapped
 from rotor.common.frames import fold, warn_caller
 from rotor.wrapper.checkpointable import Checkpointable
 
@@ -49,6 +51,7 @@ class Limited:
         self.model: Checkpointable | None = None
         self._planned: PlannedForward | None = None
         self._settings = {"mem_limit": mem_limit, **options}
+        self._takes_optimizer = options.get("offload_state") is True
 
     def report(self, path: str | os.PathLike[str] | None = None, *, snapshot: bool = False) -> str:
         """Return limit, predicted and measured peak, and time: `rotor.Checkpointable.report`.
@@ -68,11 +71,17 @@ class Limited:
         self, module: nn.Module, has_loss: Callable[[Mapping[str, Any]], bool] | None
     ) -> PlannedForward:
         """Plan the forward of a module, and no other's; it is not installed yet."""
-        if self._planned is None or self.model is None or self.model.module is not module:
+        if self._planned is None or self._planned.module is not module:
             self._remove()
             self._planned = PlannedForward(module, has_loss=has_loss, **self._settings)
             self.model = self._planned.model
         return self._planned
+
+    def _take(self, optimizer: Any) -> None:
+        """Take the optimizer of the framework, if its states are to be in the second tier."""
+        if self._takes_optimizer and self._planned is not None:
+            self._planned.take(optimizer)
+            self.model = self._planned.model
 
     def _remove(self) -> None:
         if self._planned is not None:
@@ -92,10 +101,13 @@ class PlannedForward:
         holds from the first step; a backward from another output is an error. Without it, the
         loss is outside of the module.
     **settings
-        Arguments of `rotor.Checkpointable`, such as ``mem_limit``.
+        Arguments of `rotor.Checkpointable`, such as ``mem_limit``. With ``offload_state=True``
+        calls are plain before `take` names the optimizer.
 
     Attributes
     ----------
+    module
+        The module.
     active
         True if calls are planned; otherwise the plain module runs.
     ran
@@ -116,7 +128,7 @@ class PlannedForward:
     ) -> None:
         self.active = False
         self.ran = False
-        self._module = module
+        self.module = module
         self._has_loss = has_loss
         self._settings = settings
         self._warned = False
@@ -125,15 +137,43 @@ class PlannedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is made before the copy of its module is complete; it wraps that at its first run.
-        return self.__dict__ | {"_model": None}
+        # The optimizer is not that of a copy, whose parameters are in memory.
+        away = {"offload_state": True} if self._settings.get("offload_state") else {}
+        return self.__dict__ | {"_model": None, "_settings": self._settings | away}
 
     @property
-    def model(self) -> Checkpointable:
-        """The `rotor.Checkpointable` that plans."""
-        if self._model is None:
+    def model(self) -> Checkpointable | None:
+        """The `rotor.Checkpointable` that plans; ``None`` before the optimizer is known."""
+        if self._model is None and self._settings.get("offload_state") is not True:
             loss_fn = None if self._has_loss is None else _loss_alone
-            self._model = Checkpointable(self._module, loss_fn=loss_fn, **self._settings)
+            self._model = Checkpointable(self.module, loss_fn=loss_fn, **self._settings)
+            if self._settings.get("offload_state"):
+                self.module.register_state_dict_post_hook(_fill)
         return self._model
+
+    def take(self, optimizer: Any) -> None:
+        """Have parameters, gradients and the states of an optimizer live in the second tier.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Errors of `rotor.Checkpointable`; they live there with another optimizer already.
+        """
+        known = self._settings["offload_state"]
+        if known is True:
+            self._model = None
+            self._settings["offload_state"] = optimizer
+            try:
+                self._model = self.model
+            except BaseException:
+                self._settings["offload_state"] = True
+                raise
+        elif unwrapped(known)[0] is not unwrapped(optimizer)[0]:
+            raise ValueError(
+                "the parameters are in a second tier with the optimizer of an earlier training, "
+                "and this one has another: train on with the same, or load model.state_dict() "
+                "into a new model"
+            )
 
     def install(self) -> None:
         """Have the module's training forwards planned from now on.
@@ -143,46 +183,61 @@ class PlannedForward:
         RuntimeError
             Another function has replaced the forward of this instance.
         """
-        slots = self._module.__dict__
+        slots = self.module.__dict__
         if slots.get(_SLOT) is not self:
             if "forward" in slots:
                 raise RuntimeError(
-                    f"the forward of {type(self._module).__name__} has been replaced already, "
+                    f"the forward of {type(self.module).__name__} has been replaced already, "
                     "by rotor or by mixed precision, offloading or the like: install the limit "
                     "first"
                 )
             slots[_SLOT] = self
-            function = _forward_like(type(self._module).forward)
-            slots["forward"] = types.MethodType(function, self._module)
+            function = _forward_like(type(self.module).forward)
+            slots["forward"] = types.MethodType(function, self.module)
         self.active = True
 
     def remove(self) -> None:
         """Run the plain module from now on."""
         self.active = False
-        slots = self._module.__dict__
+        slots = self.module.__dict__
         function = getattr(slots.get("forward"), "__func__", None)
         # Functions that others have put around our forward stay, and find it inactive.
         if slots.get(_SLOT) is self and getattr(function, "_is_of_rotor", False):
             del slots["forward"], slots[_SLOT]
 
+    def bring_back(self) -> None:
+        """Have parameters that are in a second tier be new ones, in the CPU's memory."""
+        made: dict[int, nn.Parameter] = {}
+        for module in self.module.modules():
+            for slots, name in core.parameter_slots(module):
+                value = slots[name]
+                if core.is_away(value):
+                    if id(value) not in made:
+                        values = value.detach().clone().cpu()
+                        made[id(value)] = nn.Parameter(values, value.requires_grad)
+                    slots[name] = made[id(value)]
+        self._model, self._settings["offload_state"] = None, True
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, planned if it trains."""
-        module = self._module
+        module = self.module
         forward = module.__dict__.pop("forward")
         try:
-            if not (self.active and module.training and torch.is_grad_enabled()):
+            trains = self.active and module.training and torch.is_grad_enabled()
+            if not trains or (model := self.model) is None:
                 return module.forward(*args, **kwargs)
             self.ran = True
             if self._has_loss is None or not self._has_loss(kwargs):
-                return self.model.forward(*args, **kwargs)
-            return _guarded(self.model.forward(*args, targets=(None,), **kwargs))
+                return model.forward(*args, **kwargs)
+            return _guarded(model.forward(*args, targets=(None,), **kwargs))
         finally:
             module.__dict__["forward"] = forward
             self._warn_of_shapes()
 
     def _warn_of_shapes(self) -> None:
         # Shapes that share a captured graph cost next to nothing.
-        steps = [getattr(plan, "step", plan) for plan in self.model.plans.values()]
+        plans = {} if self._model is None else self._model.plans
+        steps = [getattr(plan, "step", plan) for plan in plans.values()]
         count = len({id(getattr(step, "captured", step)) for step in steps})
         if count > _MANY_SHAPES and not self._warned:
             self._warned = True
@@ -191,6 +246,16 @@ class PlannedForward:
                 "to a few lengths, which takes less time than planning for each",
                 UserWarning,
             )
+
+
+def _fill(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+    """Give values that are in a second tier bytes, in the CPU's memory: savers read that."""
+    made: dict[int, torch.Tensor] = {}
+    for name, value in state.items():
+        if core.is_away(value) and not isinstance(value, nn.Parameter):
+            if id(value.home) not in made:
+                made[id(value.home)] = value.clone().cpu()
+            state[name] = made[id(value.home)]
 
 
 def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:

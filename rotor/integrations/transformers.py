@@ -42,12 +42,14 @@ class RotorCallback(Limited, TrainerCallback):
         batches have labels. Then every output has a gradient; memory for it, and for an unknown
         loss, is set aside.
     **options
-        Options of `rotor.Checkpointable`, such as ``engine`` or ``effort``.
+        Options of `rotor.Checkpointable`, such as ``engine`` or ``effort``. ``offload_state=True``
+        takes the optimizer of the ``Trainer`` when training begins.
 
     Attributes
     ----------
     model
-        The `rotor.Checkpointable` that plans; ``None`` before the ``Trainer`` is made.
+        The `rotor.Checkpointable` that plans; ``None`` before the ``Trainer`` is made, or before
+        its optimizer is taken.
 
     Raises
     ------
@@ -71,11 +73,12 @@ class RotorCallback(Limited, TrainerCallback):
             self._install(args, model)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **given: Any
     ) -> None:
         """Install the plan before the first step."""
         if model is not None:
             self._install(args, model)
+            self._take(given.get("optimizer"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the plain model after the last step."""

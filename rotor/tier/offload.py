@@ -146,6 +146,15 @@ def tier_of(offload: str) -> Tier:
     return HostTier() if offload == "host" else DiskTier(offload.partition(":")[2] or None)
 
 
+def trial_tier(offload: str, engine: str) -> Tier:
+    """Return a new tier by its name, as `checked_offload`; its folder keeps no finished steps."""
+    checked = checked_offload(offload, None, engine)
+    assert checked is not None
+    if isinstance(checked.tier, DiskTier):
+        checked.tier.is_named = False
+    return checked.tier
+
+
 def measure_link(
     tier: Tier, device: torch.device | str = "cpu", most_bytes: int | None = None
 ) -> Link:

@@ -8,7 +8,6 @@ optimizer's own step runs for one parameter after the other, with all that belon
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +76,7 @@ class AwayState:
         limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         parameters = list(dict.fromkeys(module.parameters()))
+        optimizer, outer = optimizers.unwrapped(optimizer)
         _check(parameters, optimizer, update)
         source = _Source(module, weights, tier)
         check_device(tier, source.device)
@@ -111,8 +111,7 @@ class AwayState:
         source.fill_buffers()
         self._keep_all(optimizer)
         optimizer.register_load_state_dict_post_hook(self._keep_all)
-        step = Optimizer.profile_hook_step(_stepping(self))
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizers.replace_step(optimizer, _stepping(self), outer)
         if self._finished is not None:
             self._finished.record(0)
 
@@ -180,6 +179,28 @@ class AwayState:
         tensors += [p.grad for p in self.module.parameters() if p.grad is not None]
         tensors += [t for t in core.tree_flatten(states)[0] if isinstance(t, torch.Tensor)]
         return allocator.storage_bytes([t for t in tensors if t.device == self.device])
+
+    def bytes_by_name(self) -> dict[str, int]:
+        """Return the bytes in the tier and in memory, and those that an update of all moves."""
+        optimizer = self._optimizer()
+        away = [p for p in dict.fromkeys(self.module.parameters()) if self.has(p)]
+        trained = [p for p in away if p.requires_grad]
+        gradients = sum(p.nbytes for p in trained)
+        states = 0
+        for parameter in trained if optimizer is not None else ():
+            made = optimizer.state.get(parameter, {})  # type: ignore[union-attr]
+            states += sum(v.nbytes for v in made.values() if isinstance(v, AwayTensor))
+            if not made:
+                states += optimizers.states_of(optimizer, parameter) * parameter.nbytes  # type: ignore[arg-type]
+        is_moved = not (self.update == "host" and self.tier.has_memory)
+        return {
+            "parameters": sum(p.nbytes for p in away),
+            "gradients": gradients,
+            "states": states,
+            "resident": self.resident_bytes() + self.coming_bytes(),
+            "update_reads": is_moved * (2 * gradients + states),
+            "update_writes": is_moved * (gradients + states),
+        }
 
     def coming_bytes(self) -> int:
         """Return the bytes of states still to be made that stay in memory."""

@@ -320,6 +320,17 @@ class Checkpointable(ReportingModule):
         room = self._driver.limits.room
         return None if room is None or room.latest is None else room.latest.bytes_by_name()
 
+    @property
+    def homes(self) -> dict[str, int] | None:
+        """Bytes of a model with `offload_state`; ``None`` for others.
+
+        Of "parameters", "gradients" and "states" in the second tier; of what is "resident": in
+        memory all the time, and counted by `mem_limit`; "update_reads" and "update_writes" are
+        moved by one step of the optimizer.
+        """
+        away = self._driver.settings.away
+        return None if away is None else away.bytes_by_name()
+
     @heard
     def measure(self, *args: Any, targets: Any = NO_TARGETS, **kwargs: Any) -> Any:
         """Measure a training step on a sample of the arguments.
@@ -446,6 +457,8 @@ class Checkpointable(ReportingModule):
     def curve(self, points: int = 40, *, training: bool = False) -> Curve:
         """Return step time against limit, for all limits; the model's input is not counted.
 
+        With `offload_state` limits hold the resident bytes too (`homes`), and times no update.
+
         Its picture, `Curve.plot`, marks the limit, the point without recomputation, and the
         device's free memory. Plain PyTorch recomputes nothing either; a captured graph may need
         less all the same.
@@ -468,7 +481,8 @@ class Checkpointable(ReportingModule):
         ValueError
             Nothing was measured; the dynamic engine runs the model.
         """
-        curve, device = self._driver.curve(points, training=training)
+        steps, device = self._driver.curve(points, training=training)
+        curve = self._driver.limits.whole(steps)
         profile = self._driver.settings.profile
         is_here = isinstance(profile, str)
         free = memory.free_bytes(device) if is_here else profile.free_bytes

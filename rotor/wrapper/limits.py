@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rotor._pytorch import core
+from rotor.algorithms.curve import Curve
 from rotor.engines.contract import Context, Key, Settings
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
@@ -62,6 +63,15 @@ class Limits:
         """Bytes in memory of what the model owns, where the limit counts them."""
         away = self._settings.away
         return 0 if away is None else away.resident_bytes() + away.coming_bytes()
+
+    def whole(self, curve: Curve) -> Curve:
+        """Return a curve of steps as one of limits, which count what the model owns."""
+        away = self._settings.away
+        if away is None:
+            return curve
+        own, least = self.owned_bytes, away.least_update_bytes()
+        needed = [max(size, least) + own for size in curve.bytes.tolist()]
+        return Curve.from_points(zip(needed, curve.seconds.tolist(), strict=True))
 
     def is_outgrown(self, plan: Any) -> bool:
         """Return whether a plan is for other bytes than there are now."""

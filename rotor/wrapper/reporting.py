@@ -13,6 +13,7 @@ from rotor.report import plans as views
 from rotor.report.about import About
 from rotor.report.plot import plot_timeline
 from rotor.report.text import Text
+from rotor.units import format_bytes, format_seconds
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.transparent import TransparentModule
 
@@ -120,11 +121,33 @@ def _with_remarks(driver: Driver, text: Text) -> Text:
     room = driver.limits.room
     if room is not None and room.latest is not None:
         remarks = [Text(str(room.latest)), *remarks]
+    if driver.settings.away is not None:
+        remarks = [Text(_homes(driver)), *remarks]
     shapes = _shapes(plan)
     if shapes:
         others = f", one of {count} plans (model.plans)" if count > 1 else ""
         remarks = [Text(f"for inputs {shapes}{others}"), *remarks]
     return Text("\n\n".join([text, *remarks])) if remarks else text
+
+
+def _homes(driver: Driver) -> str:
+    """Return the sum of a model whose parameters are in a second tier."""
+    assert driver.settings.away is not None
+    assert driver.settings.offload is not None
+    found, link = driver.settings.away.bytes_by_name(), driver.settings.offload.link
+    shown = {name: format_bytes(size) for name, size in found.items()}
+    text = (
+        f"in the second tier: {shown['parameters']} parameters, {shown['gradients']} gradients, "
+        f"{shown['states']} states\nin memory beside a step: {shown['resident']}, counted by the "
+        "limit of the model"
+    )
+    if found["update_reads"]:
+        text += f"\nan update reads {shown['update_reads']}, writes {shown['update_writes']}"
+        if link is not None:
+            seconds = found["update_reads"] / link.read_bytes_per_s
+            seconds += found["update_writes"] / link.write_bytes_per_s
+            text += f": {format_seconds(seconds)} on the link"
+    return text
 
 
 def _shapes(plan: Any) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import types
 
 import pytest
 import torch
 from torch import nn
+from torchvision_standins import import_torchvision
 
 import rotor
 
@@ -148,6 +151,28 @@ def test_a_disk_is_refused_before_anything_moves(sim):
     with pytest.raises(ValueError, match="does not reach the memory of sim"):
         rotor.Checkpointable(net, mem_limit="1MiB", offload="disk", offload_state=optimizer)
     assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+
+
+def test_lightning_gets_a_module_back_that_it_can_move(sim):
+    """It moves the module to the CPU at the end."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import_torchvision()
+    lightning = pytest.importorskip("rotor.integrations.lightning")
+    module, again = nn.ModuleDict({"net": model()}).to("sim"), []
+    limit = lightning.RotorCallback("1MiB", offload="host", offload_state=True)
+    for _ in range(2):
+        module.to("sim")
+        again.append(torch.optim.AdamW(module.parameters(), lr=1e-2))
+        trainer = types.SimpleNamespace(strategy=None, optimizers=again[-1:], global_step=1)
+        limit.on_fit_start(trainer, module)
+        train(sim, module, module["net"], again[-1])
+        assert type(module["net"][0].up.weight) is not nn.Parameter
+        values = module.state_dict()["net.0.up.weight"]
+        limit.on_fit_end(trainer, module)
+        module.cpu()
+        assert torch.equal(values, module["net"][0].up.weight)
+        module["net"](torch.randn(2, 64)).sum().backward()
+        module.zero_grad()
 
 
 class Asking(nn.Module):

@@ -104,6 +104,40 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
+class Scheduled(Module):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Two(Module):
+    def configure_optimizers(self):
+        parts = list(self.parameters())
+        return [torch.optim.SGD(parts[:1]), torch.optim.SGD(parts[1:])]
+
+
+def test_the_optimizer_of_a_module_is_in_a_second_tier(tmp_path):
+    plain, module, resumed = Scheduled(), Scheduled(), Scheduled()
+    fit(plain)
+    settings = {"effort": "fast", "offload": "disk", "offload_state": True}
+    saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    limit = RotorCallback(2_000_000, **settings)
+    trainer = fit(module, limit, **saving)
+    assert limit.model.homes["states"] == 2 * limit.model.homes["gradients"] > 0
+    assert module.losses == plain.losses
+    saving |= {"resume": trainer.checkpoint_callback.best_model_path, "max_epochs": 2}
+    fit(plain, **saving)
+    fit(resumed, RotorCallback(2_000_000, **settings), **saving)
+    assert len(resumed.losses) == 5
+    assert resumed.losses == plain.losses[5:]
+    assert same_weights(plain, resumed)
+    two = Two()
+    two.automatic_optimization = False
+    with pytest.raises(ValueError, match="gave 2 optimizers, and offload_state=True is for one"):
+        fit(two, RotorCallback(2_000_000, **settings))
+
+
 @pytest.mark.parametrize("kind", [Gated, chain])
 def test_training_is_the_same_in_fewer_bytes(kind):
     plain, module = Module(kind), Module(kind)

@@ -195,6 +195,27 @@ def test_losses_of_ones_own(tmp_path):
     assert limit.model.plan.measured_bytes <= 1_000_000
 
 
+def test_the_optimizer_of_a_trainer_is_in_a_second_tier(tmp_path):
+    """Steps, schedule, checkpoints and what is resumed from them are those of plain training."""
+    plain, model, resumed = make_model(), make_model(), make_model()
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    first = train(plain, tmp_path / "plain", **saving)
+    settings = {"effort": "fast", "offload": "disk", "offload_state": True}
+    limit = RotorCallback(2_000_000, **settings)
+    second = train(model, tmp_path / "rotor", limit, **saving)
+    assert losses(first) == losses(second)
+    assert limit.model.homes["states"] == 2 * limit.model.homes["gradients"] > 0
+    assert same_weights(plain, model)
+    saved = GPT2LMHeadModel.from_pretrained(tmp_path / "rotor" / "checkpoint-2")
+    assert same_weights(saved, plain)
+    begun = str(tmp_path / "rotor" / "checkpoint-1")
+    train(resumed, tmp_path / "resumed", RotorCallback(2_000_000, **settings), resume=begun)
+    assert same_weights(resumed, plain)
+    second.optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="with the optimizer of an earlier training"):
+        second.train()
+
+
 @pytest.mark.parametrize("arguments, message", [({"torch_compile": True}, 'backend="inductor"')])
 def test_arguments_that_do_not_go_with_a_limit(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
