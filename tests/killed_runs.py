@@ -6,14 +6,17 @@ Each place has a folder, and a process that SIGKILL ends there. A line says how 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from pathlib import Path
 
+import numpy
 import torch
 from torch import nn, optim
 
 import rotor
+from rotor import tier
 from rotor.tier import DiskTier, recovery
 from rotor.tier.homes import Home
 
@@ -65,6 +68,45 @@ def wrapped(model: nn.Module, optimizer: optim.Optimizer, tier: object) -> rotor
     return rotor.Checkpointable(model, **settings, planning="before")
 
 
+class Random(nn.Module):
+    """Model with dropout in front of another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.dropout = inner, nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.dropout(x))
+
+
+def objects_for(optimizer: optim.Optimizer) -> dict[str, object]:
+    """Return what a loop has beside an optimizer."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+    schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return {"schedule": schedule, "scaler": scaler, "order": torch.Generator().manual_seed(3)}
+
+
+def random_steps(call, optimizer, schedule, scaler, order, count: int) -> list[float]:
+    """Run steps on batches that every generator has a part in; return their losses."""
+    losses = []
+    for _ in range(count):
+        x = torch.randn(8, 400) * random.random() + numpy.random.random()  # noqa: NPY002
+        loss = call(x[torch.randperm(8, generator=order)])
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def seed_all() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)  # noqa: NPY002
+
+
 def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -97,7 +139,15 @@ def half_a_head(file, head, begin) -> None:
 
 def run(place: str, folder: Path) -> None:
     model, optimizer = made()
+    if place == "with others":
+        model = Random(model)
     chk = wrapped(model, optimizer, f"disk:{folder}")
+    if place == "with others":
+        others = objects_for(optimizer)
+        seed_all()
+        tier.keep(optimizer, **others)
+        kill_at(type(others["schedule"]), "step", 3)
+        random_steps(model, optimizer, **others, count=4)
     if place == "before the first step":
         killed()
     # Captures take most of the time; steps of the model itself move the same homes.
@@ -130,7 +180,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     # What is imported here is not imported by each of the others.
     wrapped(*made(), "disk")
-    for place in (*PLACES, "the end"):
+    for place in (*PLACES, "the end", "with others"):
         (folder / place).mkdir()
         child = os.fork()
         if child == 0:

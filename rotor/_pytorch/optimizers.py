@@ -154,6 +154,20 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any], outer: Iterable
             one.__setstate__(one.__getstate__())
 
 
+def updated_state(scaler: Any) -> dict[str, Any]:
+    """Return the state in which the next update leaves a scaler of gradients, which stays."""
+    twin: Any = object.__new__(type(scaler))
+    vars(twin).update(vars(scaler))
+    is_used = scaler.is_enabled() and any(
+        state["found_inf_per_device"] for state in twin._per_optimizer_states.values()
+    )
+    if is_used:
+        twin._scale, twin._growth_tracker = twin._scale.clone(), twin._growth_tracker.clone()
+        twin.update()
+    found: dict[str, Any] = twin.state_dict()
+    return found
+
+
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 

@@ -51,9 +51,12 @@ def _run(arguments: argparse.Namespace) -> int:
         ["model", f"{len(model)} tensors, {format_bytes(sizes['model_bytes'])}"],
         ["optimizer", f"{len(states)} states, {format_bytes(sizes['optimizer_bytes'])}"],
     ]
+    others = [name for name in state if name not in ("step", "model", "optimizer")]
+    rows.append(["beside them", ", ".join(others)])
     if out is not None:
         rows.append(["written to", str(out)])
-    found = {"folder": arguments.folder, "steps": state["step"], **sizes, "out": arguments.out}
+    found = {"folder": arguments.folder, "steps": state["step"], **sizes, "others": others}
+    found["out"] = arguments.out
     give(arguments, found, columns(rows))
     return 0
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from rotor.tier.disk import DiskTier
 from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier, Traffic
+from rotor.tier.kept import set_random
 from rotor.tier.offload import measure_link
-from rotor.tier.recovery import recover
+from rotor.tier.recovery import keep, recover
 from rotor.tier.store import TierStore
 from rotor.tier.weights import save_weights
 
@@ -19,7 +20,9 @@ __all__ = [
     "Tier",
     "TierStore",
     "Traffic",
+    "keep",
     "measure_link",
     "recover",
     "save_weights",
+    "set_random",
 ]

@@ -33,6 +33,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rotor import _core
+from rotor._pytorch import core, optimizers
+from rotor.tier import kept
 from rotor.tier.disk import DiskTier
 from rotor.tier.homes import AwayTensor, Home
 from rotor.tier.interface import Tier, TransferError
@@ -80,6 +82,8 @@ class FinishedSteps:
         self._small: list[tuple[torch.Tensor, int]] = []
         self._states: dict[Any, dict[str, Any]] = {}
         self._known: Any = None
+        self._objects: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}
         self._lock = _locked(self._folder)
         try:
             _refuse_earlier(self._folder)
@@ -102,6 +106,22 @@ class FinishedSteps:
             cls(module, optimizer, tier) if isinstance(tier, DiskTier) and tier.is_named else None
         )
 
+    @classmethod
+    def find(cls, optimizer: Any) -> FinishedSteps | None:
+        """Return the record of an optimizer; ``None`` if there is none."""
+        wanted, _ = optimizers.unwrapped(optimizer)
+        return next((one for one in list(_running) if one._optimizer() is wanted), None)
+
+    def add(self, objects: dict[str, Any]) -> None:
+        """Have the states of further objects in every record, from now on."""
+        before = self._objects, self._others
+        self._objects = self._objects | objects
+        try:
+            self.record(self._step, is_checked=True)
+        except BaseException:
+            self._objects, self._others = before
+            raise
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Have the context be a step of the optimizer: finished at its end, or undone by an error.
@@ -114,7 +134,7 @@ class FinishedSteps:
                 "forked from, which alone writes to it: make a new tier in this process"
             )
         if self._known != self._present() or any(home.has_changed() for home in self._homes):
-            self.record(self._step)
+            self.record(self._step, is_new=False)
         try:
             yield
             self.record(self._step + 1)
@@ -130,9 +150,11 @@ class FinishedSteps:
             )
             raise
 
-    def record(self, step: int) -> None:
-        """Record that a step is finished."""
-        facts, homes, small = self._facts(step)
+    def record(self, step: int, *, is_new: bool = True, is_checked: bool = False) -> None:
+        """Record that a step is finished; other objects are as then if it is not new."""
+        if is_new:
+            self._others = kept.states(self._objects)
+        facts, homes, small = self._facts(step, is_checked=is_checked)
         path = self._folder / RECORDS[(self._number + 1) % 2]
         try:
             os.fdatasync(self._values)
@@ -159,8 +181,9 @@ class FinishedSteps:
         self._step, self._homes, pairs = self._written
         for home in self._homes:
             home.keep()
-        buffers = {id(buffer) for buffer in self._module.buffers()}
-        self._small = [(tensor, begin) for tensor, begin in pairs if id(tensor) not in buffers]
+        leaves, _ = core.tree_flatten(self._others)
+        others = {id(tensor) for tensor in (*leaves, *self._module.buffers())}
+        self._small = [(tensor, begin) for tensor, begin in pairs if id(tensor) not in others]
         optimizer = self._optimizer()
         known = {} if optimizer is None else optimizer.state
         self._states = {owner: dict(state) for owner, state in known.items()}
@@ -201,7 +224,9 @@ class FinishedSteps:
             if isinstance(t, torch.Tensor)
         ]
 
-    def _facts(self, step: int = 0) -> tuple[dict[str, Any], list[Home], list[torch.Tensor]]:
+    def _facts(
+        self, step: int = 0, *, is_checked: bool = False
+    ) -> tuple[dict[str, Any], list[Home], list[torch.Tensor]]:
         """Return the text of a record, the homes in it, and the tensors whose values follow it."""
         optimizer = self._optimizer()
         entries: list[dict[str, Any]] = []
@@ -234,6 +259,7 @@ class FinishedSteps:
         found = {
             "model": self._module.state_dict(keep_vars=True),
             "optimizer": {} if optimizer is None else optimizer.state_dict(),
+            **self._others,
         }
         facts = {
             "format": _FORMAT,
@@ -244,7 +270,7 @@ class FinishedSteps:
             "entries": entries,
             "places": torch.tensor(places, dtype=torch.int64).reshape(-1, 2),
         }
-        if self._number == 0:
+        if self._number == 0 or is_checked:
             try:
                 torch.load(io.BytesIO(_text(facts)), weights_only=True)
             except (pickle.PickleError, AttributeError, TypeError) as error:
@@ -253,8 +279,8 @@ class FinishedSteps:
 
 
 _UNRECORDED = (
-    "in the state of the model or optimizer cannot be recorded in the folder that offload= names, "
-    'for recovery: give offload="disk" without a folder'
+    "in the state of the model, the optimizer or what is kept with them cannot be recorded in the "
+    'folder that offload= names, for recovery: give offload="disk" without a folder'
 )
 
 _running: weakref.WeakSet[FinishedSteps] = weakref.WeakSet()
@@ -314,6 +340,35 @@ def _refuse_earlier(folder: Path) -> None:
             f"`rotor recover {folder} --out FILE` saves its parameters and states; remove "
             f"{folder / 'rotor-*'} to train anew there"
         )
+
+
+def keep(optimizer: Optimizer, **objects: Any) -> None:
+    """Have the states of further objects in the record of each finished step of an optimizer.
+
+    Call it when all have the states with which training begins. They are recorded as they are when
+    ``optimizer.step()`` returns, a ``GradScaler`` as its ``update()`` leaves it.
+
+    Parameters
+    ----------
+    optimizer
+        Optimizer of a model with ``offload="disk:FOLDER", offload_state=optimizer``.
+    **objects
+        Objects with ``state_dict()``, such as a scheduler, and generators; their names are those of
+        their states in the result of `recover`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The optimizer has no record, a name is taken, or a state cannot be recorded.
+    """
+    kept.check(objects)
+    found = FinishedSteps.find(optimizer)
+    if found is None:
+        raise ValueError(
+            "this optimizer has no record of its steps: wrap its model with "
+            'offload="disk:FOLDER" and offload_state=optimizer before'
+        )
+    found.add(objects)
 
 
 # -- records
@@ -430,8 +485,9 @@ def recover(
     Returns
     -------
     dict
-        ``"step"``, the number of steps that the optimizer had finished, and ``"model"`` and
-        ``"optimizer"``, the results of ``state_dict()`` after the last one.
+        ``"step"``, the number of steps that the optimizer had finished; ``"model"`` and
+        ``"optimizer"``, the results of ``state_dict()`` after the last one; ``"random"``, for
+        `set_random`; and the states of what `keep` has named.
 
     Raises
     ------

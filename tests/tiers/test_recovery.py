@@ -24,7 +24,7 @@ from killed_runs import PLACES, batch, wrapped
 from torch import nn, optim
 
 from rotor.commands.main import main
-from rotor.tier import DiskTier, recover, recovery
+from rotor.tier import DiskTier, keep, recover, recovery, set_random
 from rotor.tier.homes import Home
 from rotor.tier.interface import TransferError
 from rotor.tier.weights import weights_of
@@ -38,7 +38,7 @@ def killed(tmp_path_factory) -> Path:
     command = [sys.executable, "-W", "ignore", script, folder]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     expected = {place: 0 if place == "an error" else signal.SIGKILL for place in PLACES}
-    expected["the end"] = 0
+    expected |= {"the end": 0, "with others": signal.SIGKILL}
     said = [f"{place}: {int(number)}" for place, number in expected.items()]
     assert ran.stdout.splitlines() == said, ran.stderr[-2000:]
     return folder
@@ -94,6 +94,65 @@ def test_the_last_finished_step_comes_back(killed, place):
     optimizer.load_state_dict(state["optimizer"])
     assert train(model, model, optimizer, range(steps, 5)) == plain_run(5)[2][steps:]
     assert_equal(model.state_dict(), plain_run(5)[0].state_dict())
+
+
+def test_schedulers_scalers_and_generators_come_back(killed, capsys):
+    """They are as they were when the step returned; what the loop does after it comes again."""
+    model, optimizer = killed_runs.made()
+    plain = killed_runs.Random(model)
+    others = killed_runs.objects_for(optimizer)
+    killed_runs.seed_all()
+    losses = killed_runs.random_steps(plain, optimizer, **others, count=5)
+    state = recover(killed / "with others")
+    assert state["step"] == 3
+    model, known = killed_runs.made()
+    again = killed_runs.Random(model)
+    found = killed_runs.objects_for(known)
+    again.load_state_dict(state["model"])
+    known.load_state_dict(state["optimizer"])
+    found["schedule"].load_state_dict(state["schedule"])
+    found["scaler"].load_state_dict(state["scaler"])
+    found["order"].set_state(state["order"])
+    set_random(state["random"])
+    found["schedule"].step()
+    assert killed_runs.random_steps(again, known, **found, count=2) == losses[3:]
+    assert_equal(again.state_dict(), plain.state_dict())
+    for name in ("schedule", "scaler"):
+        assert_equal(found[name].state_dict(), others[name].state_dict())
+    assert found["scaler"].get_scale() == 64.0
+    assert main(["recover", str(killed / "with others"), "--json"]) == 0
+    assert sorted(json.loads(capsys.readouterr().out)["others"]) == [
+        "order",
+        "random",
+        "scaler",
+        "schedule",
+    ]
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path):
+    model, optimizer = killed_runs.made()
+    schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with pytest.raises(ValueError, match="this optimizer has no record of its steps"):
+        keep(optimizer, schedule=schedule)
+    chk = wrapped(model, optimizer, f"disk:{tmp_path}")
+    with pytest.raises(ValueError, match="random is in every record already"):
+        keep(optimizer, random=schedule)
+    with pytest.raises(TypeError, match="x is a int, expected an object with state_dict"):
+        keep(optimizer, x=1)
+    strange = types.SimpleNamespace(state_dict=lambda: {"value": strange})
+    with pytest.raises(ValueError, match="cannot be recorded in the folder"):
+        keep(optimizer, schedule=schedule, strange=strange)
+    averaged = optim.swa_utils.AveragedModel(model)
+    keep(optimizer, averaged=averaged)
+    train(model, model, optimizer, range(1))
+    averaged.update_parameters(model)
+    expected = copy.deepcopy(averaged.state_dict())
+    model(batch(1)).backward()
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert_equal(averaged.state_dict(), expected)
+    del chk
 
 
 def test_a_run_goes_on_in_its_folder(killed):
