@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import types
 import weakref
 from collections import Counter, defaultdict
@@ -194,35 +195,75 @@ def missing_bytes(optimizer: Optimizer, device: torch.device) -> int:
     return total
 
 
+def small_states(optimizer: Optimizer, parameter: torch.Tensor, below_bytes: int) -> list[int]:
+    """Return the sizes of the states below some bytes that a first step makes for a parameter.
+
+    Such as those of rows and columns; they are found on a smaller parameter. Scalars are left out.
+    """
+    groups = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+    shape = parameter.shape
+    if not groups or len(shape) > len(_SIDES):
+        return []
+    sample = torch.Size(map(min, shape, _SIDES))
+    found = []
+    for state in _states(optimizer, groups[0], sample, parameter.dtype, torch.device("cpu")) or ():
+        sides = list(state.shape)
+        if len(sides) == len(shape):
+            sides = [d if n == k else n for n, k, d in zip(sides, sample, shape, strict=True)]
+        size = math.prod(sides) * state.itemsize
+        if state.numel() > 1 and size < below_bytes:
+            found.append(size)
+    return found
+
+
+_SIDES = (61, 59, 53, 47, 43)
+"""Sides, at most, of a parameter on which an optimizer is tried."""
+
+
 def _tried_bytes(
     optimizer: Optimizer, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Return the bytes of the state that a twin of an optimizer makes for a parameter alone.
+    """Return the bytes of the state that an optimizer makes for a parameter alone."""
+    size, bits = shape.numel(), _bits(optimizer)
+    sample = shape if size <= _SAMPLE else torch.Size([_SAMPLE])
+    for place, tried in ((torch.device("meta"), shape), (device, sample)):
+        states = _states(optimizer, group, tried, dtype, place)
+        if states is not None:
+            found = sum(s.untyped_storage().nbytes() for s in states)
+            return found * size // max(tried.numel(), 1)
+    return ASSUMED[1] * size * (bits or 8 * dtype.itemsize) // 8
+
+
+def _bits(optimizer: Optimizer) -> int | None:
+    """Return the bits of an element of quantised states."""
+    name = type(optimizer).__name__.lower()
+    return next((bits for bits in (4, 8) if f"{bits}bit" in name), None)
+
+
+def _states(
+    optimizer: Optimizer, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> set[torch.Tensor] | None:
+    """Return the states on a device that a twin of an optimizer makes for a parameter alone.
 
     The twin shares attributes with the optimizer: one that holds tensors or other optimizers in
-    them could step these, and is not tried.
+    them could step these, and is not tried; ``None`` then.
     """
-    size, name = shape.numel(), type(optimizer).__name__.lower()
-    sample = shape if size <= _SAMPLE else torch.Size([_SAMPLE])
-    bits = next((bits for bits in (4, 8) if f"{bits}bit" in name), None)
-    is_plain = bits is None and all(
+    is_plain = _bits(optimizer) is None and all(
         _is_plain(value) for key, value in vars(optimizer).items() if key not in _OWN
     )
-    for place, tried in ((torch.device("meta"), shape), (device, sample)) if is_plain else ():
-        parameter = torch.nn.Parameter(torch.zeros(tried, dtype=dtype, device=place))
-        parameter.grad = torch.zeros_like(parameter)
-        twin: Any = object.__new__(type(optimizer))
-        vars(twin).update(vars(optimizer))
-        twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
-        try:
-            with torch.no_grad():
-                inspect.unwrap(type(optimizer).step)(twin)
-        except Exception:  # An optimizer of others may ask for anything.
-            continue
-        states = {s for s in _tensors(twin) if s.device == place}
-        found = sum(s.untyped_storage().nbytes() for s in states)
-        return found * size // max(tried.numel(), 1)
-    return ASSUMED[1] * size * (bits or 8 * dtype.itemsize) // 8
+    if not is_plain:
+        return None
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    twin: Any = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(twin)
+    except Exception:  # An optimizer of others may ask for anything.
+        return None
+    return {s for s in _tensors(twin) if s.device == device}
 
 
 _OWN = ("state", "param_groups", "step")

@@ -213,6 +213,15 @@ class AwayState:
         here = [p for p in waiting if rounding and not self.has(p)]
         states = sum(optimizers.states_of(optimizer, p) for p in here)
         made = optimizers.missing_bytes(optimizer, self.device)
+        away = {(p.shape, p.dtype): p for p in waiting if self.has(p)}
+        small = {
+            form: sum(
+                allocator.rounded_bytes(size, self.device)
+                for size in optimizers.small_states(optimizer, p, LEAST_BYTES)
+            )
+            for form, p in away.items()
+        }
+        made += sum(small[p.shape, p.dtype] for p in waiting if self.has(p))
         return made + _COUNTER_BYTES * len(waiting) + rounding * states
 
     def least_update_bytes(self) -> int:

@@ -165,3 +165,18 @@ def test_too_small_a_limit_is_an_error_that_changes_nothing():
     chk.mem_limit = limit
     chk(*batches(1)[0]).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.AdamW, torch.optim.Rprop])
+def test_small_states_are_counted_before_they_are_made(make):
+    """Such as the sums of rows and columns, which stay in memory: a limit leaves room for them."""
+    model = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 64), nn.LayerNorm(64))
+    optimizer = make(model.parameters())
+    chk = rotor.Checkpointable(model, mem_limit="1MiB", offload="disk", offload_state=optimizer)
+    expected = chk.homes["resident"]
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    made = [s for state in optimizer.state.values() for s in state.values() if s.numel() > 1]
+    assert any(s.nbytes < 4096 for s in made)
+    assert expected - 500 < chk.homes["resident"] <= expected
