@@ -232,6 +232,14 @@ def test_ways_to_train(way):
     compare("gpt", "adamw", way)
 
 
+@pytest.mark.parametrize("share", [1, 1.5, 2.5, 8])
+@pytest.mark.parametrize("name", ["gpt", "dropout"])
+def test_limits_that_leave_room(name, share):
+    """Also where all gradients would fit until the end of a step that is compared."""
+    size = sum(p.nbytes for p in made(name).parameters())
+    compare(name, "adamw", "plain", int(share * size))
+
+
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_on_a_disk_both_updates_are_the_cpus(update):
     compare("gpt", "adamw", "plain", update=update)

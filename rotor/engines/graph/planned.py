@@ -257,7 +257,8 @@ class GraphPlan(Metered):
         whole = self.step.captured.lowered
         # Compiled code may outlive the plan, whose pool must go with it.
         refuted = functools.partial(keep_from_now_on, whole)
-        if self.step.hands_over:
+        # What is away has to leave in every step: nothing else takes it to its home.
+        if self.step.hands_over and self.step.away is None:
             number = {id(task): k for k, task in enumerate(whole.tasks)}
             costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
             others = {
@@ -306,6 +307,8 @@ class GraphPlan(Metered):
         """
         code = self._early_code(self.install(proof), spread)
         if code is None:
+            # Else gradients would come to the parameters' shells, and be lost.
+            assert self.step.away is None
             yield arguments, None
             return
         assert self.step.owners is not None
