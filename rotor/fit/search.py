@@ -156,7 +156,9 @@ def largest_batch(
     refuse_sharded(model)
     if isinstance(options.get("offload"), str):
         # All sizes share a file, and its measured speed.
-        options = {**options, "offload": trial_tier(options["offload"], engine)}
+        options = {**options}
+        limit = options.pop("host_limit", None)
+        options["offload"] = trial_tier(options["offload"], engine, limit)
     check_counts(multiple_of=multiple_of, max_batch=max_batch, points=points)
     if max_batch < multiple_of:
         raise ValueError(f"max_batch = {max_batch} is below multiple_of = {multiple_of}")

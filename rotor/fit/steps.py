@@ -41,7 +41,8 @@ def wrapped(model: nn.Module, limit_bytes: int, **options: Any) -> Checkpointabl
         model, optimizer = copy.deepcopy((model, optimizer))
         options["offload_state"] = optimizer
         if isinstance(options.get("offload"), str):
-            options["offload"] = trial_tier(options["offload"], options.get("engine", "auto"))
+            engine, limit = options.get("engine", "auto"), options.pop("host_limit", None)
+            options["offload"] = trial_tier(options["offload"], engine, limit)
     made: Checkpointable = wrap(model, mem_limit=limit_bytes, **options)
     made.__dict__["_fitted_optimizer"] = optimizer
     return made

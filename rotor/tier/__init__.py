@@ -9,6 +9,7 @@ from rotor.tier.disk import DiskTier
 from rotor.tier.host import HostTier
 from rotor.tier.interface import Tier, Traffic
 from rotor.tier.kept import set_random
+from rotor.tier.layered import LayeredTier
 from rotor.tier.offload import measure_link
 from rotor.tier.recovery import keep, recover
 from rotor.tier.store import TierStore
@@ -17,6 +18,7 @@ from rotor.tier.weights import save_weights
 __all__ = [
     "DiskTier",
     "HostTier",
+    "LayeredTier",
     "Tier",
     "TierStore",
     "Traffic",

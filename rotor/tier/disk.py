@@ -27,21 +27,22 @@ class _Area:
     """Last write to each offset: the phase and the checksum of what is there."""
 
 
-class _Space:
+class Space:
     """Range of bytes in which areas are taken and given back.
 
     An area may be given back at any moment, by a garbage collection too: it is free at the next
-    request. `end` is the end of the last area that was ever taken.
+    request. `end` is the end of the last area that was ever taken, or of a space of fixed size.
     """
 
-    def __init__(self) -> None:
-        self.end = 0
-        self._free: list[tuple[int, int]] = []
+    def __init__(self, nbytes: int | None = None) -> None:
+        self.end = nbytes or 0
+        self._is_fixed = nbytes is not None
+        self._free: list[tuple[int, int]] = [(0, self.end)] if nbytes else []
         self._returned: deque[tuple[int, int]] = deque()
         self._lock = threading.RLock()
 
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """Return begin and end of a free range: the first one that fits, or a new one."""
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        """Return begin and end of a free range: the first one that fits, or a new one, if any."""
         with self._lock:
             self._collect()
             for index, (begin, end) in enumerate(self._free):
@@ -50,17 +51,28 @@ class _Space:
                         [(begin + nbytes, end)] if end - begin > nbytes else []
                     )
                     return begin, begin + nbytes
+            if self._is_fixed:
+                return None
             begin = self.end
             if self._free and self._free[-1][1] == begin:
                 begin = self._free.pop()[0]
             self.end = begin + nbytes
             return begin, self.end
 
-    def is_taken(self) -> bool:
-        """Return whether any range is taken."""
+    def _sizes(self) -> list[int]:
         with self._lock:
             self._collect()
-            return self._free != ([(0, self.end)] if self.end else [])
+            return [end - begin for begin, end in self._free]
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the ranges that are taken."""
+        return self.end - sum(self._sizes())
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest free range before the end."""
+        return max(self._sizes(), default=0)
 
     def give_back(self, area: tuple[int, int]) -> None:
         """Free a range."""
@@ -144,7 +156,7 @@ class DiskTier(Tier):
         self._file = self._opened()
         self.alignment_bytes = self._file.sector_bytes
         self.traffic: Traffic = Traffic()
-        self._space = _Space()
+        self._space = Space()
         self._process = os.getpid()
         self._reserved = 0
         _open.add(self)
@@ -173,14 +185,14 @@ class DiskTier(Tier):
 
         Raise ValueError if anything is in the tier.
         """
-        if self._space.is_taken():
+        if self._space.taken_bytes:
             raise ValueError(
                 f"{self!r} is used by another model, and cannot hold parameters for recovery: make "
                 "a tier for this model, of another folder"
             )
         self._file.close()
         self._file = self._opened(name)
-        self._space, self._reserved = _Space(), 0
+        self._space, self._reserved = Space(), 0
         self.has_two_places = True
 
     def place(self, area: Any, offset: int) -> tuple[int, int]:
@@ -205,9 +217,16 @@ class DiskTier(Tier):
         """Bytes that the file takes on the disk, for all areas that were used at one time."""
         return self._reserved
 
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the file in which something is."""
+        return self._space.taken_bytes
+
     def allocate(self, nbytes: int) -> Any:
         """Return a range of the file, whose blocks on the disk are reserved."""
-        area = _Area(*self._space.take(nbytes))
+        place = self._space.take(nbytes)
+        assert place is not None
+        area = _Area(*place)
         if area.end > self._reserved:
             try:
                 self._file.reserve(area.end)

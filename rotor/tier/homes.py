@@ -17,8 +17,8 @@ from torch import nn
 
 from rotor._core import PIECE_BYTES
 from rotor._pytorch import core, dispatch, pointers
-from rotor.tier.interface import Tier, bytes_at_phase, bytes_within
-from rotor.tier.store import piece_offsets
+from rotor.tier.interface import Tier, bytes_at_phase, bytes_within, placed
+from rotor.tier.store import finish, piece_offsets
 
 Tickets = list[Any]
 _Step = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -30,7 +30,7 @@ class Home:
     Parameters
     ----------
     tier
-        Tier.
+        Tier; the home is in the one beneath if it has no room.
     like
         Tensor whose type, shape, device and order of elements the bytes have.
     device
@@ -48,7 +48,6 @@ class Home:
         *,
         lasts: bool = False,
     ) -> None:
-        self.tier = tier
         self.dtype, self.device, self.shape = like.dtype, device or like.device, like.shape
         # Not of `like` itself, which may be a tensor without bytes.
         form = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
@@ -57,28 +56,29 @@ class Home:
         self.phase = self.version = 0
         self.offsets, self._room = piece_offsets(tier, self.nbytes)
         self._kept: tuple[list[int], int] | None = None
-        self.area = tier.allocate(self._room * (2 if lasts and tier.has_two_places else 1))
-        weakref.finalize(self, tier.release, self.area).atexit = False
+        places = 2 if lasts and tier.has_two_places else 1
+        self.tier, self.area = placed(tier, self._room * places)
+        weakref.finalize(self, self.tier.release, self.area).atexit = False
 
-    def _memory(self, nbytes: int) -> torch.Tensor:
+    def _memory(self, nbytes: int, device: torch.device | None = None) -> torch.Tensor:
         """Return new bytes, which the tier can read to and write from."""
-        return bytes_at_phase(nbytes, self.phase, self.tier.alignment_bytes, self.device)
+        return bytes_at_phase(nbytes, self.phase, self.tier.alignment_bytes, device or self.device)
 
     def _shaped(self, memory: torch.Tensor) -> torch.Tensor:
         made = torch.empty(0, dtype=self.dtype, device=memory.device)
         begin = memory.storage_offset() // self.dtype.itemsize
         return made.set_(memory.untyped_storage(), begin, self.shape, self.stride)
 
-    def read(self) -> tuple[torch.Tensor, Tickets]:
+    def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, Tickets]:
         """Begin to fetch the tensor; return it with what `wait` has to wait for."""
-        memory = self._memory(self.nbytes)
+        memory = self._memory(self.nbytes, device)
         pieces = zip(self.offsets, memory.split(PIECE_BYTES), strict=True)
         return self._shaped(memory), [self.tier.read(self.area, k, part) for k, part in pieces]
 
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor in new memory."""
+    def fetch(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return the tensor in new memory, of another device if one is given."""
         with _unseen():
-            made, tickets = self.read()
+            made, tickets = self.read(device)
             self.wait(tickets)
         return made
 
@@ -90,7 +90,7 @@ class Home:
         self.version += 1
         with _unseen():
             if tensor.stride() != self.stride or tensor.dtype != self.dtype:
-                tensor = self._shaped(self._memory(self.nbytes)).copy_(tensor)
+                tensor = self._shaped(self._memory(self.nbytes, tensor.device)).copy_(tensor)
             self.phase = tensor.data_ptr() % self.tier.alignment_bytes
             pieces = enumerate(_bytes_of(tensor).split(PIECE_BYTES))
             return tensor, [self._begin(number, part) for number, part in pieces]
@@ -119,11 +119,11 @@ class Home:
         """Write a tensor's values, complete when this returns."""
         self.wait(self.begin_write(tensor)[1])
 
-    def fetch_part(self, number: int) -> torch.Tensor:
+    def fetch_part(self, number: int, device: torch.device | None = None) -> torch.Tensor:
         """Return the elements of a piece, in their order in memory."""
         with _unseen():
             size = min(PIECE_BYTES, self.nbytes - number * PIECE_BYTES)
-            memory = self._memory(size)
+            memory = self._memory(size, device)
             self.wait([self.tier.read(self.area, self.offsets[number], memory)])
             return memory.view(self.dtype)
 
@@ -132,13 +132,18 @@ class Home:
         self.version += 1
         with _unseen():
             if values.data_ptr() % self.tier.alignment_bytes != self.phase:
-                values = self._memory(values.nbytes).view(self.dtype).copy_(values)
+                memory = self._memory(values.nbytes, values.device)
+                values = memory.view(self.dtype).copy_(values)
             self.wait([self._begin(number, _bytes_of(values))])
 
     def wait(self, tickets: Tickets) -> None:
-        """Wait for transfers."""
-        for ticket in tickets:
-            self.tier.wait(ticket)
+        """Wait for transfers; none is under way when one has failed."""
+        try:
+            for ticket in tickets:
+                self.tier.wait(ticket)
+        except BaseException:
+            finish(self.tier, tickets)
+            raise
 
     def in_memory(self) -> torch.Tensor | None:
         """Return the tensor in the tier's own memory, on which the host computes, if it has any."""
@@ -182,9 +187,9 @@ class AwayTensor(torch.Tensor):
         made.home, made.steps = home, steps
         return made
 
-    def fetched(self) -> torch.Tensor:
-        """Return the tensor in new memory."""
-        return self._view_of(self.home.fetch())
+    def fetched(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return the tensor in new memory, of another device if one is given."""
+        return self._view_of(self.home.fetch(device))
 
     def _view_of(self, whole: torch.Tensor) -> torch.Tensor:
         for function, args, kwargs in self.steps:

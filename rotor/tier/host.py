@@ -20,7 +20,9 @@ import torch
 
 from rotor.tier.interface import Tier, Traffic
 
-_LINE = 256
+LINE_BYTES = 256
+"""Offsets in the memory of the host are multiples of it."""
+
 _MOST_UNCOUNTED = 512
 """Number of copies and waits whose times are read together, to ask for few events at a time."""
 
@@ -34,11 +36,30 @@ class _Copy(NamedTuple):
 
 
 @dataclass
-class _Area:
+class Area:
+    """Pinned memory, with the events after the copies to and from it."""
+
     slab: torch.Tensor
     written: dict[int, torch.Event] = field(default_factory=dict)
     reads: dict[int, _Copy] = field(default_factory=dict)
     latest: list[torch.Event] = field(default_factory=list)
+    """Those of earlier steps, before the first write."""
+    last: dict[Any, torch.Event] = field(default_factory=dict)
+    """The last one on each stream."""
+
+    def last_copies(self) -> list[torch.Event]:
+        """Return the events after which nothing is copied to or from this memory."""
+        return [*self.latest, *self.last.values()]
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Return new pinned memory; raise OSError if there is none."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise OSError(
+            12, f"no pinned memory of {nbytes} bytes for offloaded values: {error}"
+        ) from error
 
 
 class _Timed(NamedTuple):
@@ -69,7 +90,7 @@ class HostTier(Tier):
     has_memory = True
 
     def __init__(self) -> None:
-        self._free: list[_Area] = []
+        self._free: list[Area] = []
         self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
         self._lock = threading.RLock()
         self._timed: list[_Timed] = []
@@ -117,19 +138,22 @@ class HostTier(Tier):
             # Slabs of smaller plans are not needed again.
             smaller, self._free = self._free, []
         _finish(smaller)
-        try:
-            return _Area(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
-        except RuntimeError as error:
-            raise OSError(
-                12, f"no pinned memory of {nbytes} bytes for offloaded values: {error}"
-            ) from error
+        return Area(pinned(nbytes))
+
+    def now(self, device: torch.device) -> torch.Event:
+        """Return the present moment of the computation on a device."""
+        return torch.accelerator.current_stream(device.index).record_event()
 
     def write(self, area: Any, offset: int, source: torch.Tensor) -> Any:
         """Begin to copy a tensor's bytes to the host, once they are made."""
+        return self.write_after(self.now(source.device), area, offset, source)
+
+    def write_after(self, came: torch.Event, area: Area, offset: int, source: torch.Tensor) -> Any:
+        """Begin to copy a tensor's bytes to the host after a moment of the computation."""
         device = source.device
-        computing, to_host, _ = self._on(device)
+        to_host, _ = self._on(device)
         place = area.slab[offset : offset + len(source)]
-        to_host.wait_event(computing.record_event())
+        to_host.wait_event(came)
         for event in area.latest:
             to_host.wait_event(event)
         area.latest = []
@@ -137,17 +161,22 @@ class HostTier(Tier):
             if copy.begin < offset + len(source) and offset < copy.end:
                 to_host.wait_event(copy.event)
         event = self._copy(place, source, to_host, is_write=True)
-        area.written[offset] = event
+        area.written[offset] = area.last[device, True] = event
         return _Ticket(event, device, source)
 
     def read(self, area: Any, offset: int, target: torch.Tensor) -> Any:
         """Begin to copy bytes of the host into new memory of the device."""
+        return self.read_after(self.now(target.device), area, offset, target)
+
+    def read_after(self, came: torch.Event, area: Area, offset: int, target: torch.Tensor) -> Any:
+        """Begin to copy bytes of the host into new memory after a moment of the computation."""
         device = target.device
-        computing, _, to_device = self._on(device)
+        _, to_device = self._on(device)
         place = area.slab[offset : offset + len(target)]
-        to_device.wait_event(computing.record_event())
-        to_device.wait_event(area.written[offset])
-        event = self._copy(target, place, to_device, is_write=False)
+        to_device.wait_event(came)
+        if offset in area.written:
+            to_device.wait_event(area.written[offset])
+        event = area.last[device, False] = self._copy(target, place, to_device, is_write=False)
         area.reads[offset] = _Copy(offset, offset + len(target), event)
         return _Ticket(event, device, target)
 
@@ -161,22 +190,26 @@ class HostTier(Tier):
 
     def release(self, area: Any) -> None:
         """Keep the memory for a later step, whose copies come after the ones of this step."""
-        area.latest += [*area.written.values(), *(copy.event for copy in area.reads.values())]
-        area.written, area.reads = {}, {}
+        area.latest = area.last_copies()
+        area.written, area.reads, area.last = {}, {}, {}
+        self.count_some()
+        self._free = [*self._free, area]
+
+    def count_some(self) -> None:
+        """Add copies and waits that have ended to the traffic, where there are many."""
         if len(self._timed) > _MOST_UNCOUNTED:
             self._count()
-        self._free = [*self._free, area]
 
     def memory(self, area: Any) -> torch.Tensor:
         """Return the pinned memory of an area, once its copies have ended."""
-        for event in (*area.written.values(), *(copy.event for copy in area.reads.values())):
+        for event in area.last_copies():
             event.synchronize()
         found: torch.Tensor = area.slab
         return found
 
     def room(self, nbytes: int) -> int:
         """Return the bytes of a slab that a buffer takes, whole lines of the memory."""
-        return -(-nbytes // _LINE) * _LINE
+        return -(-nbytes // LINE_BYTES) * LINE_BYTES
 
     def close(self) -> None:
         """Free the memory of steps that have ended."""
@@ -196,13 +229,12 @@ class HostTier(Tier):
             self._timed.append(_Timed(began, ended, len(source), is_write))
         return ended
 
-    def _on(self, device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
-        """Return the stream that computes now, and the ones that copy from and to a device."""
-        computing = torch.accelerator.current_stream(device.index)
+    def _on(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+        """Return the streams that copy from and to a device."""
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
-        return computing, *self._streams[device]
+        return self._streams[device]
 
 
 def _mark(stream: torch.Stream) -> torch.Event:
@@ -212,7 +244,7 @@ def _mark(stream: torch.Stream) -> torch.Event:
     return event
 
 
-def _finish(areas: list[_Area]) -> None:
+def _finish(areas: list[Area]) -> None:
     """Wait until nothing is copied to or from areas whose memory goes."""
     for area in areas:
         for event in area.latest:

@@ -114,6 +114,8 @@ class Tier(ABC):
         True if the host computes with its bytes, as of `memory`.
     has_two_places
         True if what is written to a home stays beside what the last finished step has left there.
+    beneath
+        Slower tier of the same devices, for what this one has no room for; ``None``: none.
     """
 
     alignment_bytes: int = 1
@@ -124,6 +126,7 @@ class Tier(ABC):
     traffic: Traffic | None = None
     has_memory: bool = False
     has_two_places: bool = False
+    beneath: Tier | None = None
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Any:
@@ -198,12 +201,26 @@ class Tier(ABC):
         """
         return None
 
+    def spare_bytes(self) -> int | None:
+        """Return the bytes of the largest area that it has room for; ``None``: any."""
+        return None
+
     def room(self, nbytes: int) -> int:
-        """Return the bytes of an area that a buffer takes."""
+        """Return the bytes of an area that a buffer takes, also in the tier beneath."""
         return _core.tier_room(self.alignment_bytes, nbytes)
 
     def close(self) -> None:  # noqa: B027
         """Give up the place; by default nothing has to be done."""
+
+
+def placed(tier: Tier, nbytes: int) -> tuple[Tier, Any]:
+    """Return a tier that has room for an area, the given one or one beneath it, and the area."""
+    while tier.beneath is not None:
+        try:
+            return tier, tier.allocate(nbytes)
+        except OSError:
+            tier = tier.beneath
+    return tier, tier.allocate(nbytes)
 
 
 def bytes_at_phase(nbytes: int, phase: int, alignment: int, device: torch.device) -> torch.Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import statistics
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +21,8 @@ from rotor.common.ranks import Ranks
 from rotor.graph.link import Link
 from rotor.tier.disk import DiskTier
 from rotor.tier.host import HostTier
-from rotor.tier.interface import Tier
+from rotor.tier.interface import Tier, placed
+from rotor.tier.layered import LayeredTier
 from rotor.units import format_bytes, parse_bytes
 
 logger = logging.getLogger("rotor")
@@ -40,8 +43,18 @@ _SHARE = 16
 _COMPUTED = 256
 
 
+_NAME = re.compile("(disk|host)(:.+)?", re.DOTALL)
 _measured: weakref.WeakKeyDictionary[Tier, tuple[Link, float]] = weakref.WeakKeyDictionary()
 """Link of each tier, and the share of its speed that the slowest sample had."""
+
+
+class Homes(NamedTuple):
+    """Links to the homes of parameters and gradients, on which plans count."""
+
+    links: Mapping[Tier, Link]
+    """By tier, the nearest first."""
+    room_bytes: int | None = None
+    """Room for gradients in the nearest tier; ``None`` for any."""
 
 
 @dataclass
@@ -59,21 +72,21 @@ class Offload:
     """Limit of a step, which measuring the speed keeps too; ``None`` for any."""
     planned_share: float = PLANNED_SHARE
     """Share of the last speed seen that plans count on."""
+    coming_bytes: int = 0
+    """Bytes of homes to come, whose room in the tier is not for values of steps."""
+    beneath: tuple[Link, int] | None = None
+    """Speed of the tier beneath, and room for gradients above it, once these are known."""
 
     def known_link(self, device: torch.device) -> Link:
         """Return the link on which plans count, measured at the first time."""
         if self.link is None:
-            known = _measured.get(self.tier)
-            if known is None:
-                known = _measured[self.tier] = _measure(self.tier, device, self.step_bytes)
-            found, slowest = known
-            self.planned_share = slowest if slowest >= _STEADY else PLANNED_SHARE
-            self.link = replace(
-                found,
-                write_bytes_per_s=self.planned_share * found.write_bytes_per_s,
-                read_bytes_per_s=self.planned_share * found.read_bytes_per_s,
-                host_bytes=self.limit_bytes,
-            )
+            found, self.planned_share = known_speed(self.tier, device, self.step_bytes)
+            if isinstance(self.tier, LayeredTier):
+                left = max(self.tier.free_bytes() - self.coming_bytes, 0)
+                given = left if self.limit_bytes is None else self.limit_bytes
+                self.limit_bytes = min(given, left, self.tier.spare_bytes())
+            planned = _planned(found, self.planned_share)
+            self.link = replace(planned, host_bytes=self.limit_bytes)
             logger.info(
                 "second tier: %s/s written, %s/s read, planned for %.0f %% of it",
                 format_bytes(round(found.write_bytes_per_s)),
@@ -81,6 +94,18 @@ class Offload:
                 100 * self.planned_share,
             )
         return self.link
+
+    def homes(self, device: torch.device) -> Homes:
+        """Return the links to homes in the tier and beneath, measured at the first time."""
+        link = self.known_link(device)
+        if not isinstance(self.tier, LayeredTier):
+            return Homes({self.tier: link})
+        if self.beneath is None:
+            far = _planned(*known_speed(self.tier.beneath, device, self.step_bytes))
+            # Gradients come before states, and find the same room in each step.
+            self.beneath = far, self.tier.free_bytes()
+        far, room_bytes = self.beneath
+        return Homes({self.tier: link, self.tier.beneath: far}, room_bytes)
 
     def share(self, ranks: Ranks) -> None:
         """Count on the slowest tier of all ranks, and the least limit; a collective operation.
@@ -112,11 +137,22 @@ class Offload:
         )
 
 
-def checked_offload(offload: Any, offload_limit: int | str | None, engine: str) -> Offload | None:
-    """Return the second tier of an option: None, "disk", "disk:FOLDER", "host", or a `Tier`.
+def checked_offload(
+    offload: Any,
+    offload_limit: int | str | None,
+    engine: str,
+    host_limit: int | str | None = None,
+) -> Offload | None:
+    """Return the second tier of an option: None, text as of `tier_of`, or a `Tier`.
 
     Raises ValueError or TypeError for wrong options, or if the engine does not suit.
     """
+    is_on_host = isinstance(offload, str) and offload.partition(":")[0] == "host"
+    if host_limit is not None and not is_on_host:
+        raise ValueError(
+            f"host_limit = {host_limit!r} bounds the memory of the host, and offload is "
+            f'{offload!r}: give offload="host", or leave it out'
+        )
     if offload is None:
         if offload_limit is not None:
             raise ValueError(
@@ -127,10 +163,15 @@ def checked_offload(offload: Any, offload_limit: int | str | None, engine: str) 
     is_known = isinstance(offload, Tier)
     if not is_known and not isinstance(offload, str):
         raise TypeError(f"offload must be None, text or a rotor.Tier, got {type(offload).__name__}")
-    is_name = is_known or offload in ("disk", "host") or offload.startswith("disk:")
-    if not is_name or offload == "disk:":
+    if not is_known and not _NAME.fullmatch(offload):
         raise ValueError(
-            f'unknown offload {offload!r}, expected "disk", "disk:FOLDER", "host" or a rotor.Tier'
+            f'unknown offload {offload!r}, expected "disk", "disk:FOLDER", "host", "host:FOLDER" '
+            "or a rotor.Tier"
+        )
+    if is_on_host and offload != "host" and host_limit is None:
+        raise ValueError(
+            f"offload = {offload!r} names a folder for what exceeds a limit of the host's memory: "
+            'give host_limit= too, or offload="host"'
         )
     if engine == "chain":
         raise ValueError(
@@ -138,17 +179,41 @@ def checked_offload(offload: Any, offload_limit: int | str | None, engine: str) 
             'none: use engine="graph", "dynamic" or "auto"'
         )
     limit = None if offload_limit is None else parse_bytes(offload_limit, name="offload_limit")
-    return Offload(offload if is_known else tier_of(offload), limit)
+    return Offload(offload if is_known else tier_of(offload, host_limit), limit)
 
 
-def tier_of(offload: str) -> Tier:
-    """Return a new tier by its name, "host", "disk" or "disk:" with a folder."""
-    return HostTier() if offload == "host" else DiskTier(offload.partition(":")[2] or None)
+def tier_of(offload: str, host_limit: int | str | None = None) -> Tier:
+    """Return a new tier by its name, "host" or "disk", or one of these with ":" and a folder."""
+    name, _, folder = offload.partition(":")
+    if name == "host" and host_limit is None:
+        return HostTier()
+    disk = DiskTier(folder or None)
+    return disk if host_limit is None else LayeredTier(host_limit, disk)
 
 
-def trial_tier(offload: str, engine: str) -> Tier:
+def known_speed(
+    tier: Tier, device: torch.device, most_bytes: int | None = None
+) -> tuple[Link, float]:
+    """Return the speed of a tier, measured once, and the share of it that plans count on."""
+    known = _measured.get(tier)
+    if known is None:
+        known = _measured[tier] = _measure(tier, device, most_bytes)
+    found, slowest = known
+    return found, slowest if slowest >= _STEADY else PLANNED_SHARE
+
+
+def _planned(link: Link, share: float) -> Link:
+    """Return a link at a share of its speed."""
+    return replace(
+        link,
+        write_bytes_per_s=share * link.write_bytes_per_s,
+        read_bytes_per_s=share * link.read_bytes_per_s,
+    )
+
+
+def trial_tier(offload: str, engine: str, host_limit: int | str | None = None) -> Tier:
     """Return a new tier by its name, as `checked_offload`; its folder keeps no finished steps."""
-    checked = checked_offload(offload, None, engine)
+    checked = checked_offload(offload, None, engine, host_limit)
     assert checked is not None
     if isinstance(checked.tier, DiskTier):
         checked.tier.is_named = False
@@ -208,7 +273,10 @@ def _timed_link(tier: Tier, place: torch.device, most_bytes: int | None) -> tupl
     buffer = torch.zeros(block, dtype=torch.uint8, device=place)
     side = min(_COMPUTED, math.isqrt(block // 4))
     matrix = torch.full((side, side), 1.0 / side, device=place)
-    area = tier.allocate(count * tier.room(block))
+    spare = tier.spare_bytes()
+    if spare is not None:
+        count = max(min(count, spare // tier.room(block)), 1)
+    tier, area = placed(tier, count * tier.room(block))
 
     def seconds(nbytes: int, *, is_write: bool) -> float:
         """Return the seconds of one transfer of several."""

@@ -24,7 +24,7 @@ from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.tier.homes import AwayTensor, Home, Tickets
 from rotor.tier.interface import Tier
-from rotor.tier.offload import check_device
+from rotor.tier.offload import check_device, known_speed
 from rotor.tier.recovery import FinishedSteps
 from rotor.tier.updates import LEAST_BYTES, Updates
 from rotor.tier.weights import Weight, Weights, weights_of
@@ -100,6 +100,9 @@ class AwayState:
         self._metered = 0
         self._has_warned = False
         self._finished = FinishedSteps.of(module, optimizer, tier)
+        if tier.beneath is not None:
+            # While there is room for it.
+            known_speed(tier, source.device, limit())
         if source.device.type == "cpu":
             pointers.give_large_blocks_back(LARGE_BYTES)
         for parameter in parameters:
@@ -223,6 +226,19 @@ class AwayState:
         }
         made += sum(small[p.shape, p.dtype] for p in waiting if self.has(p))
         return made + _COUNTER_BYTES * len(waiting) + rounding * states
+
+    def coming_home_bytes(self) -> int:
+        """Return the bytes of the homes of gradients and states that do not exist yet."""
+        optimizer, total = self._optimizer(), 0
+        counts: dict[Any, int] = {}
+        for p in self.module.parameters():
+            if self.has(p) and p.requires_grad and optimizer is not None:
+                is_new = not optimizer.state.get(p)
+                key = p.shape, p.dtype, is_new
+                if key not in counts:
+                    counts[key] = optimizers.states_of(optimizer, p) if is_new else 0
+                total += (counts[key] + (p.grad is None)) * p.nbytes
+        return total
 
     def least_update_bytes(self) -> int:
         """Return bytes within which each parameter can be updated, about."""

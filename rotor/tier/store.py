@@ -11,7 +11,7 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import dispatch
-from rotor.tier.interface import Tier, Traffic, bytes_at_phase, bytes_within
+from rotor.tier.interface import Tier, Traffic, bytes_at_phase, bytes_within, placed
 from rotor.tier.offload import Offload, check_device
 
 _OTHER = 1.5
@@ -123,14 +123,15 @@ class TierStore:
             source = bytes_within(storage, 0, storage.nbytes())
             offsets, nbytes = piece_offsets(tier, len(source))
             phase = source.data_ptr() % tier.alignment_bytes
-            copy = _Copy(tier, tier.allocate(nbytes), len(source), phase, offsets, source.device)
+            tier, area = placed(tier, nbytes)
+            copy = _Copy(tier, area, len(source), phase, offsets, source.device)
             try:
                 for offset, piece in zip(offsets, source.split(_core.PIECE_BYTES), strict=True):
                     tickets.append(tier.write(copy.area, offset, piece))
                 for ticket in tickets:
                     tier.wait(ticket)
             except BaseException:
-                _finish(tier, tickets)
+                finish(tier, tickets)
                 raise
         self.traffic.add(len(source), time.monotonic_ns() - begun, is_write=True)
         return copy
@@ -147,7 +148,7 @@ class TierStore:
         with dispatch.without_functions(), dispatch.without_modes():
             made = torch.UntypedStorage(copy.nbytes, device=copy.device)
             target = bytes_within(made, 0, copy.nbytes)
-            phase = target.data_ptr() % self.tier.alignment_bytes
+            phase = target.data_ptr() % copy.tier.alignment_bytes
             tickets: list[Any] = []
             try:
                 if phase == copy.phase:
@@ -155,7 +156,7 @@ class TierStore:
                 else:
                     self._read_shifted(copy, target, tickets)
             except BaseException:
-                _finish(self.tier, tickets)
+                finish(copy.tier, tickets)
                 raise
         self.traffic.add(copy.nbytes, time.monotonic_ns() - begun, is_write=False)
         return made
@@ -163,13 +164,13 @@ class TierStore:
     def _read(self, copy: _Copy, target: torch.Tensor, tickets: list[Any]) -> None:
         pieces = target.split(_core.PIECE_BYTES)
         for offset, piece in zip(copy.offsets, pieces, strict=True):
-            tickets.append(self.tier.read(copy.area, offset, piece))
+            tickets.append(copy.tier.read(copy.area, offset, piece))
         for ticket in tickets:
-            self.tier.wait(ticket)
+            copy.tier.wait(ticket)
 
     def _read_shifted(self, copy: _Copy, target: torch.Tensor, tickets: list[Any]) -> None:
         """Read through two buffers that begin where the tier can read to, by turns."""
-        tier = self.tier
+        tier = copy.tier
         pieces = target.split(_core.PIECE_BYTES)
         place = (copy.phase, tier.alignment_bytes, copy.device)
         buffers = [bytes_at_phase(len(pieces[0]), *place) for _ in pieces[:2]]
@@ -192,7 +193,7 @@ def piece_offsets(tier: Tier, nbytes: int) -> tuple[list[int], int]:
     return offsets, whole * room + (tier.room(rest) if rest else 0)
 
 
-def _finish(tier: Tier, tickets: list[Any]) -> None:
+def finish(tier: Tier, tickets: list[Any]) -> None:
     """Wait for the transfers of a step that has failed, so that none is under way afterwards."""
     for ticket in tickets:
         with suppress(Exception):

@@ -45,6 +45,7 @@ class Updates:
     def __init__(self, tier: Tier, *, is_on_host: bool) -> None:
         self._tier = tier
         self._is_on_host = is_on_host
+        self._place = torch.device("cpu") if is_on_host else None
         self._is_checked = False
 
     def run(self, optimizer: Optimizer) -> None:
@@ -99,7 +100,10 @@ class Updates:
 
     def _goes_away(self, value: torch.Tensor) -> bool:
         is_here = not isinstance(value, AwayTensor) and value.nbytes >= LEAST_BYTES
-        return is_here and value.layout == torch.strided and self._tier.reaches(value.device)
+        # Of the host's memory, a tier with a limit counts what the host makes, too.
+        is_counted = self._is_on_host and self._tier.beneath is not None
+        is_known = is_counted or self._tier.reaches(value.device)
+        return is_here and value.layout == torch.strided and is_known
 
     def _update(self, optimizer: Optimizer, group: Any, parameter: AwayTensor) -> None:
         home, gradient = parameter.home, parameter.grad
@@ -108,7 +112,7 @@ class Updates:
         is_plain = all(isinstance(v, AwayTensor) or v.numel() == 1 for v in _tensors(state))
         if (
             len(home.offsets) > 1
-            and not self._is_on_host
+            and self._may_fetch_pieces([parameter, gradient, *large])
             and type(optimizer) in _BY_ELEMENT
             and isinstance(gradient, AwayTensor)
             and _has_form_of(gradient, home)
@@ -121,6 +125,13 @@ class Updates:
         # A backward whose forward came before has to see that.
         parameter.home.version += 1
         torch.autograd.graph.increment_version(parameter)
+
+    def _may_fetch_pieces(self, values: list[Any]) -> bool:
+        """Return whether pieces take less memory: where not all is in the host's own."""
+        if not self._is_on_host:
+            return True
+        is_away = any(isinstance(v, AwayTensor) and not v.home.tier.has_memory for v in values)
+        return self._tier.beneath is not None and is_away
 
     def _update_whole(self, optimizer: Optimizer, group: Any, parameter: AwayTensor) -> None:
         before = optimizer.state.get(parameter, {})
@@ -142,10 +153,12 @@ class Updates:
         homes = {name: v.home for name, v in before.items() if isinstance(v, AwayTensor)}
         after: dict[str, Any] = {}
         for number in range(len(parameter.home.offsets)):
-            made = nn.Parameter(parameter.home.fetch_part(number))
-            made.grad = gradient.home.fetch_part(number)
+            made = nn.Parameter(parameter.home.fetch_part(number, self._place))
+            made.grad = gradient.home.fetch_part(number, self._place)
             state = {
-                name: homes[name].fetch_part(number) if name in homes else _copied(value)
+                name: homes[name].fetch_part(number, self._place)
+                if name in homes
+                else _copied(value)
                 for name, value in before.items()
             }
             after = self._stepped(optimizer, group, made, state)
@@ -188,7 +201,7 @@ class Updates:
         if not isinstance(value, AwayTensor):
             return value
         in_memory = self._in_memory(value)
-        return value.fetched() if in_memory is None else in_memory
+        return value.fetched(self._place) if in_memory is None else in_memory
 
     def _in_memory(self, value: AwayTensor) -> torch.Tensor | None:
         """Return the bytes of a home with which the host computes; ``None`` elsewhere."""

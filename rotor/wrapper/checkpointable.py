@@ -111,12 +111,16 @@ class Checkpointable(ReportingModule):
         them (docs/gpu.md). Reserved bytes are planned for captured graphs.
     offload
         Second tier of memory, to which a step may move values instead of keeping or recomputing
-        them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.tier.DiskTier`), or a
-        `rotor.tier.Tier` of your own. The model is then captured as one graph, in parts, or as
-        sharded blocks (docs/offload.md), or run by the dynamic engine (docs/dynamic.md). ``None``:
-        no tier.
+        them: "disk" or "disk:FOLDER" for a file on a disk (`rotor.tier.DiskTier`), "host" for
+        pinned memory of the host, or a `rotor.tier.Tier` of your own. The model is then captured as
+        one graph, in parts, or as sharded blocks (docs/offload.md), or run by the dynamic engine
+        (docs/dynamic.md). ``None``: no tier.
     offload_limit
         Most bytes that a step may have on the tier, or text such as "16GiB"; by default any.
+    host_limit
+        Most bytes of the host's memory with ``offload="host"``, or text such as "64GiB"; by default
+        any. What has no room there goes to a file, in the folder of "host:FOLDER" if it is named
+        (`rotor.tier.LayeredTier`).
     offload_state
         Optimizer of the model: parameters, gradients and its states live in the tier then, and
         `mem_limit` counts what of them is in memory (docs/larger-than-memory.md).
@@ -206,6 +210,7 @@ class Checkpointable(ReportingModule):
         counts: str = "allocated",
         offload: str | Tier | None = None,
         offload_limit: int | str | None = None,
+        host_limit: int | str | None = None,
         offload_state: torch.optim.Optimizer | None = None,
         update: str | None = None,
         weights: Weights | None = None,
@@ -234,7 +239,7 @@ class Checkpointable(ReportingModule):
             verify=checked_verify(verify),
             planning=checked_planning(planning),
             counts=checked_counts(counts, engine),
-            offload=checked_offload(offload, offload_limit, engine),
+            offload=checked_offload(offload, offload_limit, engine, host_limit),
             options=options,
         )
         settings.away = away_state(settings, offload_state, update, weights)
@@ -315,10 +320,10 @@ class Checkpointable(ReportingModule):
         """Sum from which the limit of a step follows, as of the latest plan.
 
         Bytes of "context", "parameters", "gradients", "optimizer", "other", "optimizer_to_come",
-        "slack" and "step". ``None`` before a plan, and with a `mem_limit` alone.
+        "slack" and "step". ``None`` before a plan, and with a `mem_limit` alone. With `host_limit`
+        also the bytes "in_host", in use there, and "beneath", on the disk.
         """
-        room = self._driver.limits.room
-        return None if room is None or room.latest is None else room.latest.bytes_by_name()
+        return self._driver.limits.bytes_by_name()
 
     @property
     def homes(self) -> dict[str, int] | None:

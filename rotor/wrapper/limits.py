@@ -12,6 +12,7 @@ from rotor.engines.contract import Context, Key, Settings
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator
 from rotor.meter.room import Room
+from rotor.tier.layered import LayeredTier
 from rotor.units import exact_bytes
 
 _MOST_STATES = 4
@@ -57,6 +58,15 @@ class Limits:
             return given - self.owned_bytes
         found = room.take(device, None if latest is None else latest.measured_bytes)
         return found if given is None else min(given - self.owned_bytes, found)
+
+    def bytes_by_name(self) -> dict[str, int] | None:
+        """Return the parts of the sum behind the limit, and of a bounded second tier, if any."""
+        offload, room = self._settings.offload, self.room
+        found = {} if room is None or room.latest is None else room.latest.bytes_by_name()
+        if offload is not None and isinstance(offload.tier, LayeredTier):
+            found["in_host"] = offload.tier.taken_bytes
+            found["beneath"] = offload.tier.beneath.disk.taken_bytes
+        return found or None
 
     @property
     def owned_bytes(self) -> int:

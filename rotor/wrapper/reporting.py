@@ -13,6 +13,7 @@ from rotor.report import plans as views
 from rotor.report.about import About
 from rotor.report.plot import plot_timeline
 from rotor.report.text import Text
+from rotor.tier.layered import LayeredTier
 from rotor.units import format_bytes, format_seconds
 from rotor.wrapper.driver import Driver
 from rotor.wrapper.transparent import TransparentModule
@@ -118,6 +119,9 @@ def _with_remarks(driver: Driver, text: Text) -> Text:
     """Return a text on the plan of the latest step with the shapes that it is for, and remarks."""
     plan, count = driver.planned(), len(driver.context.plans)
     remarks = list(driver.engines[0].remarks)
+    offload = driver.settings.offload
+    if offload is not None and isinstance(offload.tier, LayeredTier):
+        remarks = [Text(str(offload.tier)), *remarks]
     room = driver.limits.room
     if room is not None and room.latest is not None:
         remarks = [Text(str(room.latest)), *remarks]

@@ -94,7 +94,10 @@ def away_state(
             'offload="disk" or offload="host" too'
         )
     tier = settings.offload.tier
-    return AwayState(settings.module, optimizer, tier, update, weights, lambda: settings.mem_limit)
+    limit = lambda: settings.mem_limit  # noqa: E731
+    away = AwayState(settings.module, optimizer, tier, update, weights, limit)
+    settings.offload.coming_bytes = away.coming_home_bytes()
+    return away
 
 
 def checked_limit(limit: int | str | None) -> int | None:

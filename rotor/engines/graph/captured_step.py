@@ -40,7 +40,7 @@ from rotor.graph.blocks import (
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
-from rotor.tier.offload import Offload
+from rotor.tier.offload import Homes, Offload
 
 
 @dataclass
@@ -189,8 +189,13 @@ class CapturedStep:
     def graph(self, loss_bytes: int) -> Graph:
         """Return the cost model, with `loss_bytes` of workspace in the loss."""
         moves = self.offload is not None
-        link = None if self.away is None else self.link
-        return build_graph(self.lowered, self.costs, loss_bytes, moves=moves, link=link)
+        return build_graph(self.lowered, self.costs, loss_bytes, moves=moves, homes=self.homes)
+
+    @property
+    def homes(self) -> Homes | None:
+        """Links to the homes of its parameters; ``None`` where they are here."""
+        is_here = self.offload is None or self.away is None
+        return None if is_here else self.offload.homes(self.device)  # type: ignore[union-attr]
 
     @property
     def link(self) -> Link | None:

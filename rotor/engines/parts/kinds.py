@@ -41,6 +41,7 @@ from rotor.graph.assembly import Option, undominated
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
+from rotor.tier.offload import Homes
 from rotor.tier.state import AwayState
 
 logger = logging.getLogger("rotor")
@@ -56,16 +57,16 @@ def free_graph(
     workspace: int,
     *,
     moves: bool,
-    homes: Link | None = None,
+    homes: Homes | None = None,
 ) -> Graph:
     """Return the cost model of a part, whose outputs are not pinned.
 
     The workspace is that of what runs between its forward and its backward. With `moves`, values
-    may move to a second tier, but not the outputs, which others hold; `homes` is the link to the
-    homes of its parameters and gradients.
+    may move to a second tier, but not the outputs, which others hold; `homes` are the links to
+    the homes of its parameters and gradients.
     """
     held = lowered.tasks[lowered.loss].inputs if moves else ()
-    return build_graph(lowered, costs, workspace, moves=moves, held=held, link=homes)
+    return build_graph(lowered, costs, workspace, moves=moves, held=held, homes=homes)
 
 
 def search_levels(
@@ -74,7 +75,7 @@ def search_levels(
     link: Link | None,
     options: dict[str, Any],
     kept_bytes: Callable[[Program], int],
-    homes: Link | None = None,
+    homes: Homes | None = None,
 ) -> list[Program]:
     """Return programs of a part, beginning with the one that recomputes nothing.
 
@@ -289,9 +290,10 @@ class Kind:
         return search_levels(*known, self._homes)
 
     @property
-    def _homes(self) -> Link | None:
-        """Link to the homes of its parameters; ``None`` where they are here."""
-        return None if self.away is None else self.link
+    def _homes(self) -> Homes | None:
+        """Links to the homes of its parameters; ``None`` where they are here."""
+        offload = None if self.away is None else self.step.offload
+        return None if offload is None else offload.homes(self.step.device)
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
         """Return programs with these actions, but for those that are impossible at this shape."""

@@ -14,7 +14,7 @@ import torch
 
 from rotor.engines.graph.code.actions import Action, Kind, actions_of, offloaded, root_names
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.tier.interface import Tier, Traffic, bytes_within
+from rotor.tier.interface import Tier, Traffic, bytes_within, placed
 
 logger = logging.getLogger("rotor")
 
@@ -51,7 +51,8 @@ class Layout:
 
     def prepare(self) -> None:
         """Reserve the area of a step once, so that a full disk is found before the step runs."""
-        self.tier.release(self.tier.allocate(self.nbytes))
+        tier, area = placed(self.tier, self.nbytes)
+        tier.release(area)
 
     def begin(self) -> StepTier:
         """Return the offloaded values of a new step."""
@@ -82,11 +83,10 @@ class StepArea:
     """Area of one step in a tier, given back when its last user has left."""
 
     def __init__(self, tier: Tier, nbytes: int) -> None:
-        self._tier = tier
         self._users = 1
         # A garbage collection may end a user while another one is counted.
         self._lock = threading.RLock()
-        self.area = tier.allocate(nbytes)
+        self.tier, self.area = placed(tier, nbytes)
 
     def join(self) -> StepArea:
         """Add a user; return the area."""
@@ -100,7 +100,7 @@ class StepArea:
             self._users -= 1
             is_last = self._users == 0
         if is_last:
-            self._tier.release(self.area)
+            self.tier.release(self.area)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class StepTier:
         self._tickets: dict[tuple[Kind, int], tuple[Any, torch.Tensor]] = {}
         self._forms: dict[int, tuple[Any, ...]] = {}
         self._layout = layout
-        self._tier = layout.tier
+        self._tier = area.tier
         self._step_area = area
         self._area = area.area
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -16,14 +16,14 @@ from torch import fx
 from rotor._pytorch import devices
 from rotor.engines.graph.code.actions import movable
 from rotor.engines.graph.costs.profile import Cost
-from rotor.engines.graph.tracing.fetches import is_fetch
-from rotor.engines.graph.tracing.lowering import Lowered, Task
+from rotor.engines.graph.tracing.fetches import Fetch, is_fetch
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.graph import planner
 from rotor.graph.blocks import runs_outside
 from rotor.graph.graph import Graph, Operation, Storage
-from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.meter.reserving import Reserving
+from rotor.tier.offload import Homes
 
 
 def build_graph(
@@ -33,13 +33,13 @@ def build_graph(
     *,
     moves: bool = False,
     held: Collection[int] = (),
-    link: Link | None = None,
+    homes: Homes | None = None,
 ) -> Graph:
     """Return the cost model of captured operations, with `loss_bytes` of workspace in the loss.
 
     With `moves`, storages that no second tier may take are marked, also those in `held`, which
-    others hold although they are not pinned. `link` is that to a second tier where the step's
-    parameters and gradients are at home.
+    others hold although they are not pinned. `homes` are the links to the second tiers where the
+    step's parameters and gradients are at home.
     """
     sizes = sizes_of(lowered, costs)
     operations = []
@@ -58,9 +58,8 @@ def build_graph(
                 extra={"source": task.source} if task.source else {},
             )
         )
-    if link is not None:
-        tasks = zip(lowered.tasks, operations, strict=True)
-        operations = [_on_link(lowered, task, operation, link, sizes) for task, operation in tasks]
+    if homes is not None:
+        operations = _on_links(lowered, operations, homes, sizes)
     if moves:
         may_move = movable(lowered, sizes, 1)
         storages = [
@@ -71,19 +70,30 @@ def build_graph(
     return Graph(sizes, [is_pinned for _, is_pinned in lowered.storages], operations)
 
 
-def _on_link(
-    lowered: Lowered, task: Task, operation: Operation, link: Link, sizes: Sequence[int]
-) -> Operation:
-    """Return the operation of a task, as a transfer where it is one."""
-    if is_fetch(task.node):
-        ns = link.read_ns(sum(sizes[s] for s in operation.outputs))
-        return replace(operation, cost_ns=ns, clock="read")
-    if task.settle is None:
-        return operation
-    handed = {s for k in task.gradients for s in lowered.values[lowered.gradients[k]].storages}
-    nbytes = sum(sizes[s] for s in handed)
-    ns = link.write_ns(nbytes) if handed else 0
-    return replace(operation, cost_ns=ns, clock="write", extra={"bytes": nbytes})
+def _on_links(
+    lowered: Lowered, operations: Sequence[Operation], homes: Homes, sizes: Sequence[int]
+) -> list[Operation]:
+    """Return the operations of a step, as transfers where they are.
+
+    Gradients get homes in the nearest tier as long as it has room.
+    """
+    made, left = [], homes.room_bytes
+    nearest, *beneath = homes.links.values()
+    for task, operation in zip(lowered.tasks, operations, strict=True):
+        if is_fetch(task.node):
+            link = homes.links[cast(Fetch, cast(fx.Node, task.node).target).home.tier]
+            ns = link.read_ns(sum(sizes[s] for s in operation.outputs))
+            operation = replace(operation, cost_ns=ns, clock="read")
+        elif task.settle is not None:
+            places = (lowered.values[lowered.gradients[k]].storages for k in task.gradients)
+            nbytes = sum(sizes[s] for s in {s for storages in places for s in storages})
+            near = nbytes if left is None else min(nbytes, left)
+            left = None if left is None else left - near
+            ns = nearest.write_ns(near) if near else 0
+            ns += beneath[0].write_ns(nbytes - near) if nbytes > near else 0
+            operation = replace(operation, cost_ns=ns, clock="write", extra={"bytes": nbytes})
+        made.append(operation)
+    return made
 
 
 def sizes_of(lowered: Lowered, costs: list[Cost]) -> list[int]:
