@@ -185,17 +185,19 @@ def watch_backwards() -> None:
     autograd._engine_run_backward = run_watched  # type: ignore[attr-defined, assignment]
 
 
-def edges_of_leaves(node: Any) -> dict[int, int] | None:
+def edges_of_leaves(node: Any, *, may_return: bool = False) -> dict[int, int] | None:
     """Return the number of edges to each leaf, by its ``id``, of the backward that runs a node.
 
-    ``None`` if this backward was not seen, or does not add to ``.grad`` of every leaf.
+    ``None`` if this backward was not seen, or does not add to ``.grad`` of every leaf; with
+    `may_return`, it may return the gradients instead.
     """
     found = None
     for backward in list(_backwards):
         counts, is_through = _edges(backward.roots, node)
         if not is_through:
             continue
-        if found is not None or not backward.accumulates or backward.is_partial:
+        is_whole = may_return or (backward.accumulates and not backward.is_partial)
+        if found is not None or not is_whole:
             return None
         found = counts
     return found

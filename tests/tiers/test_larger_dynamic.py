@@ -180,3 +180,16 @@ def test_small_states_are_counted_before_they_are_made(make):
     made = [s for state in optimizer.state.values() for s in state.values() if s.numel() > 1]
     assert any(s.nbytes < 4096 for s in made)
     assert expected - 500 < chk.homes["resident"] <= expected
+
+
+@pytest.mark.parametrize("name", ["asking", "routed"])
+def test_a_limit_that_steps_keep_is_accepted_before_the_first(name):
+    """Gradients leave in a trial too, for nowhere."""
+    make, limit = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    settings = {"mem_limit": limit, "offload": "disk", "offload_state": optimizer}
+    chk = rotor.Checkpointable(model, engine="dynamic", **settings)
+    chk.measure(*batches()[0])
+    assert all(parameter.grad is None for parameter in model.parameters())

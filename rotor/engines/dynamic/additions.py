@@ -77,7 +77,7 @@ class Additions:
     of leaves that get no other part in the running backward, and that no hook waits for, are added
     in place, and those of leaves in a second tier leave for it. With `waits`, they are kept until
     `finish` or `add`, after a call of `prepare` with each; there, if their leaf is. `leave_room` is
-    called with the bytes that a transfer takes.
+    called with the bytes that a transfer takes. In a trial, gradients leave for nowhere.
     """
 
     def __init__(
@@ -85,10 +85,12 @@ class Additions:
         leaves: Sequence[torch.Tensor],
         *,
         waits: bool,
+        is_trial: bool,
         prepare: Callable[[torch.Tensor], object],
         leave_room: Callable[[int, int], object],
     ) -> None:
         self._waits = waits
+        self._is_trial = is_trial
         self._prepare = prepare
         self._leave_room = leave_room
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -96,8 +98,9 @@ class Additions:
         self._taken: set[int] = set()
         self.added = 0
         """Number of added gradients."""
-        found = [leaf for leaf in leaves if _exists(leaf)]
-        edges = dispatch.edges_of_leaves(dispatch.current_node()) if found else None
+        found = [leaf for leaf in leaves if _exists(leaf) and (core.is_away(leaf) or not is_trial)]
+        node = dispatch.current_node()
+        edges = dispatch.edges_of_leaves(node, may_return=is_trial) if found else None
         self._leaves = [leaf for leaf in found if edges is not None and edges.get(id(leaf)) == 1]
 
     @property
@@ -121,7 +124,9 @@ class Additions:
                 return gradient
             if self._waits or isinstance(leaf, AwayTensor):
                 self._prepare(gradient)
-            if self._waits and isinstance(leaf, AwayTensor):
+            if isinstance(leaf, AwayTensor) and self._is_trial:
+                self._make_room(leaf, 2)
+            elif isinstance(leaf, AwayTensor) and self._waits:
                 self._held.append((leaf, self._parked(leaf, gradient)))
             elif self._waits:
                 self._held.append((leaf, gradient.detach()))

@@ -389,6 +389,7 @@ class BudgetedStep:
         session.additions = Additions(
             leaves,
             waits=session.is_verifying,
+            is_trial=self._is_trial,
             prepare=session.pin,
             leave_room=session.leave_room,
         )
