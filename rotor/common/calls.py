@@ -150,6 +150,22 @@ class Reads:
 _MANY = 3
 
 
+class Structures:
+    """Containers among the arguments of calls that take the same tensors, in three at most."""
+
+    def __init__(self) -> None:
+        self._seen: list[dict[str, str]] = []
+
+    def note(self, structures: dict[str, str]) -> list[str]:
+        """Note the structure of each argument; return the names of those that had a third one."""
+        if len(self._seen) == _MANY or structures in self._seen:
+            return []
+        self._seen.append(structures)
+        if len(self._seen) < _MANY:
+            return []
+        return [k for k in structures if len({one.get(k) for one in self._seen}) == _MANY]
+
+
 class PlainValues:
     """Numbers and texts among the arguments of a call; equal if the leaves that are read are equal.
 

@@ -21,7 +21,7 @@ from torch import nn
 from rotor._pytorch import backwards, core
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.persistent import DEFAULT_SLOTS
-from rotor.common.calls import Reads, sample_call
+from rotor.common.calls import Reads, Structures, sample_call
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.ranks import group_of_all
@@ -357,6 +357,9 @@ class Context:
     lacking: defaultdict[str, dict[Any, str]] = field(default_factory=lambda: defaultdict(dict))
     searches: weakref.WeakSet[Searches] = field(default_factory=weakref.WeakSet)
     reads: defaultdict[str, Reads] = field(default_factory=lambda: defaultdict(Reads))
+    structures: defaultdict[Any, Structures] = field(
+        default_factory=lambda: defaultdict(Structures)
+    )
     latest: Any = None
     latest_key: Key | None = None
     warned: set[str] = field(default_factory=set)

@@ -126,6 +126,41 @@ def test_the_third_value_of_what_is_read_is_warned_of_once() -> None:
     assert len(caught) == 1
 
 
+class Notes:
+    """Object among the arguments that holds a list."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+
+GROWING: dict[str, list[Any]] = {
+    "lists": [[f"step {n}" for n in range(k)] for k in range(5)],
+    "dictionaries": [{f"step {n}": n for n in range(k)} for k in range(5)],
+}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("kind", GROWING)
+def test_the_third_structure_of_an_argument_is_warned_of_once(kind: str, breaks: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert check_values(GROWING[kind], "auto", nothing, breaks=breaks) == 5
+    told = [w for w in caught if "batch had three structures so far" in str(w.message)]
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("ignore:no single graph of the model")
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_list_that_grows_in_an_object_makes_no_new_kind(breaks: bool) -> None:
+    def note(batch: Any) -> float:
+        batch["value"].lines.append("seen")
+        return 1.0
+
+    notes = Notes()
+    assert check_values([notes] * 5, "auto", note, breaks=breaks) == 1
+    assert notes.lines == ["seen"] * 10
+
+
 def test_kinds_that_were_unused_for_longest_are_dropped() -> None:
     values = [text(k) for k in [*range(10), 0, 9, 1]]
     with warnings.catch_warnings():

@@ -40,7 +40,13 @@ from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import each, loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.shapes import ShapeStep
-from rotor.engines.graph.sizing import Sizing, kind_of, leaf_names, warn_unrepeatable
+from rotor.engines.graph.sizing import (
+    Sizing,
+    kind_of,
+    leaf_names,
+    named_arguments,
+    warn_unrepeatable,
+)
 from rotor.engines.graph.tracing.collectives import groups_of
 from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.engines.proofs import StepProof
@@ -290,6 +296,17 @@ class GraphEngine(MeteredEngine):
                 f"{' and '.join(names[k] for k in many)} had three values so far, and the model, "
                 "whose code depends on them, was captured and planned anew for each: give numbers "
                 "that change as tensors, and leave out what the model need not know",
+            )
+        named = named_arguments(self.context.module, arguments)
+        structures = {name: str(core.tree_flatten(value)[1]) for name, value in named}
+        tensors = tuple(part for part in key.measured[1] if isinstance(part, tuple))
+        varied = self.context.structures[tensors, key.measured[3:]].note(structures)
+        if varied:
+            self.context.warn(
+                f"structures of {varied[0]}",
+                f"{' and '.join(varied)} had three structures so far (lengths of lists, keys of "
+                "dictionaries), and the model was captured and planned anew for each: keep what "
+                "grows in an object, and leave out what the model need not know",
             )
 
     @property

@@ -48,8 +48,8 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
     return tuple([tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves])
 
 
-def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
-    """Return a name for each leaf of (arguments by position, by name, targets)."""
+def named_arguments(module: nn.Module, arguments: Any) -> list[tuple[str, Any]]:
+    """Return (arguments by position, by name, targets) by their names."""
     args, kwargs, targets = arguments
     parameters = list(inspect.signature(module.forward).parameters)
     named: list[tuple[str, Any]] = [
@@ -60,8 +60,13 @@ def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
     named += [
         (f"target {k}", value) for k, value in enumerate((None,) if targets is None else targets)
     ]
+    return named
+
+
+def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
+    """Return a name for each leaf of (arguments by position, by name, targets)."""
     found = []
-    for name, value in named:
+    for name, value in named_arguments(module, arguments):
         leaves = core.tree_flatten(value)[0]
         found += [name if len(leaves) == 1 else f"{name}[{k}]" for k in range(len(leaves))]
     return found
