@@ -17,7 +17,8 @@ from rotor._pytorch import core
 
 core.check(
     """
-    _C._autograd._unsafe_set_version_counter _C._functorch.is_batchedtensor
+    _C._autograd._get_sequence_nr _C._autograd._unsafe_set_version_counter
+    _C._functorch.is_batchedtensor
     _C._functorch.is_legacy_batchedtensor _C._vmapmode_decrement_nesting
     _C._vmapmode_increment_nesting _C._will_engine_execute_node
     autograd._unsafe_preserve_version_counter utils.hooks.RemovableHandle.next_id
@@ -86,6 +87,9 @@ def outside_transforms() -> Iterator[None]:
         for _ in range(batches - 1):
             torch._C._vmapmode_increment_nesting()
 
+
+next_node: Any = torch._C._autograd._get_sequence_nr
+"""Function that returns the number of the next node that autograd makes in this thread."""
 
 version_kept: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 """Context in which writes to a tensor leave its version as it was."""

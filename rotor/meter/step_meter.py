@@ -118,6 +118,8 @@ class Metered:
     slack: dict[str, int] = field(default_factory=dict, repr=False)
     """By mark, the bytes on the heap beside these that the latest step without a difference needed:
     objects of Python and of autograd."""
+    losses: set[int] = field(default_factory=set, repr=False)
+    """Numbers of autograd's nodes that losses of unmetered steps have made."""
     meterings: int = 0
     outdated: bool = field(default=False, repr=False)
     """True if another plan would be better: the next step makes it."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from rotor import _core
 from rotor._pytorch import backwards, core, devices, dispatch
+from rotor._pytorch.backwards import next_node
 from rotor.common.accounting import METERED_STEPS, is_metered_again, is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
@@ -124,6 +126,35 @@ class PeakWatch(_Watch):
                 passing(engine, self._plan)(peak_bytes)
             else:
                 engine.learn_peak(self._plan, peak_bytes)
+
+
+_MOST_LOSSES = 8
+"""Losses of as many sizes are told apart: more vary in every step, and metering helps no more."""
+
+
+def watch_loss(plan: Any, output: Any) -> Any:
+    """Return an output; its step is told from others by the loss that the caller makes of it.
+
+    Autograd numbers its nodes by thread: on the CPU two numbers tell how many the loss has made.
+    After as many as never before, the next step is metered.
+    """
+    tensors = (output,) if isinstance(output, torch.Tensor) else tree_tensors(output)
+    for tensor in tensors if plan.device.type == "cpu" else ():
+        if tensor.grad_fn is not None:
+            noted = partial(_note_loss, weakref.ref(plan), threading.get_ident(), next_node())
+            tensor.grad_fn.register_prehook(noted)
+            break
+    return output
+
+
+def _note_loss(found: Any, thread: int, begun: int, _: Any) -> None:
+    plan = found()
+    if plan is None or thread != threading.get_ident() or len(plan.losses) >= _MOST_LOSSES:
+        return
+    nodes = next_node() - begun
+    if nodes not in plan.losses:
+        plan.differs |= bool(plan.losses)
+        plan.losses.add(nodes)
 
 
 def sparse_growth(plan: Metered, parameters: Iterable[Any]) -> int:

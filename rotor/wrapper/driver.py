@@ -41,7 +41,7 @@ from rotor.engines.learning import MeteredEngine
 from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.engines.plain import PlainEngine, PlainPlan
 from rotor.errors import InfeasibleError
-from rotor.meter import allocator
+from rotor.meter import allocator, watch
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
@@ -601,7 +601,7 @@ class Driver:
             STEP.reset(previous)
         self._attempts.proven.add(engine)
         warn_of_later_code(self.context, plan.limit_bytes, output)
-        return output
+        return output if started else watch.watch_loss(plan, output)
 
     def _warn_pending(self, limit_bytes: int) -> None:
         self.context.warn(
