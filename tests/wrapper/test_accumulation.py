@@ -298,3 +298,19 @@ def test_half_of_the_activations_is_enough_though_the_loss_is_unknown():
         chk(x).last_hidden_state.square().mean().backward()
     drop_gradients(model)
     assert train(chk) <= limit
+
+
+@pytest.mark.parametrize("holds_output", [False, True])
+def test_pending_steps_of_a_chain_that_recomputes_nothing_are_told(holds_output):
+    net = nn.Sequential(*[FeedForward(32) for _ in range(4)])
+    chk, x = rotor.Checkpointable(net, mem_limit="1GiB", engine="chain"), torch.randn(64, 32)
+    for _ in range(3):
+        # Neither steps that are done nor those that were dropped are pending: warnings are errors.
+        y = chk(x)
+        y.sum().backward()
+        y = y if holds_output else None
+    chk(x)
+    y = chk(x)
+    with pytest.warns(rotor.MemoryLimitWarning, match="each keeps its own limit"):
+        z = chk(x + 1)
+    (y + z).sum().backward()

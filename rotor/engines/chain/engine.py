@@ -24,6 +24,7 @@ from rotor.engines.chain import collective
 from rotor.engines.chain.fitted import described, inferred
 from rotor.engines.chain.growth import (
     StageWatch,
+    kept_until_backward,
     known_growth,
     measured_alike,
     stage_watch,
@@ -483,8 +484,11 @@ class ChainEngine(PublishedChain, MeteredEngine):
             observer.forward_done(output)
         if not plan.holds_output:
             watch_output(self, plan, output)
+        kept = None if runs else kept_until_backward(output)
 
         def is_pending() -> bool:
+            if kept is not None:
+                return (step := kept()) is not None and not step.is_done
             return any(run is not None and not run.is_done() for run in [ref() for ref in runs])
 
         return self.context.with_loss(output, call.targets), is_pending

@@ -256,6 +256,24 @@ def _excess(engine: Any, plan: Any) -> int:
     return peak
 
 
+class _Kept:
+    """What a step without recomputation keeps, as long as its backward is still to come."""
+
+    is_done = False
+
+    def __call__(self, _: Any) -> None:
+        self.is_done = True
+
+
+def kept_until_backward(output: Any) -> weakref.ref[_Kept] | None:
+    """Return what lives and is not done until the graph of an output has run or is dropped."""
+    for tensor in tree_tensors(output):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(kept := _Kept())
+            return weakref.ref(kept)
+    return None
+
+
 def watch_output(engine: Any, plan: Any, output: Any) -> None:
     """Note at the end of the backward if the caller holds the output, for which there is no room.
 
