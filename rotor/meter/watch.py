@@ -139,8 +139,8 @@ def watch_loss(plan: Any, output: Any) -> Any:
     After as many as never before, the next step is metered.
     """
     tensors = (output,) if isinstance(output, torch.Tensor) else tree_tensors(output)
-    for tensor in tensors if plan.device.type == "cpu" else ():
-        if tensor.grad_fn is not None:
+    for tensor in tensors:
+        if tensor.is_cpu and tensor.grad_fn is not None:
             noted = partial(_note_loss, weakref.ref(plan), threading.get_ident(), next_node())
             tensor.grad_fn.register_prehook(noted)
             break

@@ -290,12 +290,12 @@ class Attempts:
         driver.order.announce(self.asked)
 
     def state_before(
-        self, engine: Engine, call: Call, device: torch.device, context: Context
+        self, engine: Engine, call: Call, plan: Any, context: Context
     ) -> _StateBefore | None:
         """Return the state to put back if an engine fails in its first step; else ``None``."""
         if engine in self.proven or isinstance(engine, PlainEngine) or not _is_free(context):
             return None
-        return _StateBefore(context.module, call, device)
+        return _StateBefore(context.module, call, plan.device)
 
     def put_back(self, before: _StateBefore | None) -> None:
         """Put the state back after a failed step, where that is possible."""

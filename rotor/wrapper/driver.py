@@ -566,7 +566,7 @@ class Driver:
 
     def _run(self, plan: Any, call: Call, absent: Any, engine: Engine | None = None) -> Any:
         engine = engine or self.order.owner(plan)
-        before = self._attempts.state_before(engine, call, plan.device, self.context)
+        before = self._attempts.state_before(engine, call, plan, self.context)
         started: list[StepWatch] = []
 
         def start() -> StepWatch | None:
