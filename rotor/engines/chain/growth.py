@@ -257,7 +257,7 @@ def _excess(engine: Any, plan: Any) -> int:
 
 
 class _Kept:
-    """What a step without recomputation keeps, as long as its backward is still to come."""
+    """Mark on the graph of a step without recomputation, whose backward is still to come."""
 
     is_done = False
 
@@ -266,7 +266,7 @@ class _Kept:
 
 
 def kept_until_backward(output: Any) -> weakref.ref[_Kept] | None:
-    """Return what lives and is not done until the graph of an output has run or is dropped."""
+    """Return what lives, and is not done, until an output's graph has run or is dropped."""
     for tensor in tree_tensors(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(kept := _Kept())
