@@ -34,6 +34,7 @@ from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import Choices, choose_groups
 from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of
+from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
@@ -523,13 +524,13 @@ class GraphEngine(MeteredEngine):
         proof = None
         if plan.is_verified(self.settings.verify):
             proof = StepProof(plan.proved, ranks=self.context.peers.ranks)
-        plan.install(proof)
+        code = plan.install(proof)
         value = (*call.arguments, call.targets)
         meter = start()
-        rerun = self.context.structure.rerun(value, plan.device)
+        rerun = self.context.structure.rerun(value, plan.step.device)
         capture.leaves = []
         try:
-            output = self._called(plan, call, proof)
+            output = self._called(plan, call, code)
         except Unplanned as reached:
             # A Python value that the code depends on has changed: the call needs another graph.
             cancel_running()
@@ -561,8 +562,8 @@ class GraphEngine(MeteredEngine):
         args, kwargs, targets = value
         return self.context.with_loss(self.context.module.forward(*args, **kwargs), targets)
 
-    def _called(self, plan: GraphPlan, call: Call, proof: StepProof | None) -> Any:
-        """Return the result of the captured call under a plan."""
+    def _called(self, plan: GraphPlan, call: Call, code: StepCode) -> Any:
+        """Return the result of the captured call under a plan, whose code is installed."""
         arguments = (*call.arguments, call.targets)
         loss_fn = None if call.targets is None else self.settings.loss_fn
         slots, spread = self.context.structure.parameters, core.in_ddp()
@@ -574,7 +575,7 @@ class GraphEngine(MeteredEngine):
             )
         with (
             self.context.shells(),
-            plan.installed(slots, arguments, spread=spread, proof=proof) as (given, early),
+            plan.installed(slots, arguments, code, spread=spread) as (given, early),
         ):
             away, capture = self.settings.away, plan.step.capture
             try:

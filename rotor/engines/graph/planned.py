@@ -295,26 +295,25 @@ class GraphPlan(Metered):
         self,
         slots: Sequence[core.Slot],
         arguments: Any,
+        code: StepCode,
         *,
         spread: bool,
-        proof: StepProof | None = None,
     ) -> Iterator[tuple[Any, EarlyStep | None]]:
-        """Make the captured call run this plan; gradients are delivered as early as it can.
+        """Make the captured call deliver gradients as early as the code of `install` can.
 
         The context gives the arguments to call it with, and the runner with early gradients, None
-        without one. With `spread`, a consumer waits for new gradients too; `proof` is as of
-        `install`.
+        without one. With `spread`, a consumer waits for new gradients too.
         """
-        code = self._early_code(self.install(proof), spread)
-        if code is None:
+        found = self._early_code(code, spread)
+        if found is None:
             # Else gradients would come to the parameters' shells, and be lost.
             assert self.step.away is None
             yield arguments, None
             return
         assert self.step.owners is not None
-        self._place(code)
+        self._place(found)
         standing = None if self.step.away is None else self.step.away.standing
-        early = EarlyStep(code, self.step.owners, standing=standing)
+        early = EarlyStep(found, self.step.owners, standing=standing)
         self.step.captured.emitted = early
         try:
             with early.around(slots, arguments) as replaced:
