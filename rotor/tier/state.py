@@ -186,15 +186,12 @@ class AwayState:
     def bytes_by_name(self) -> dict[str, int]:
         """Return the bytes in the tier and in memory, and those that an update of all moves."""
         optimizer = self._optimizer()
-        away = [p for p in dict.fromkeys(self.module.parameters()) if self.has(p)]
+        known: Any = {} if optimizer is None else optimizer.state
+        away = [p for p in self.module.parameters() if self.has(p)]
         trained = [p for p in away if p.requires_grad]
         gradients = sum(p.nbytes for p in trained)
-        states = 0
-        for parameter in trained if optimizer is not None else ():
-            made = optimizer.state.get(parameter, {})  # type: ignore[union-attr]
-            states += sum(v.nbytes for v in made.values() if isinstance(v, AwayTensor))
-            if not made:
-                states += optimizers.states_of(optimizer, parameter) * parameter.nbytes  # type: ignore[arg-type]
+        made = [v for p in trained for v in known.get(p, {}).values()]
+        states = sum(v.nbytes for v in made if isinstance(v, AwayTensor)) + self._states_to_come()
         is_moved = not (self.update == "host" and self.tier.has_memory)
         return {
             "parameters": sum(p.nbytes for p in away),
@@ -229,15 +226,21 @@ class AwayState:
 
     def coming_home_bytes(self) -> int:
         """Return the bytes of the homes of gradients and states that do not exist yet."""
+        trained = [p for p in self.module.parameters() if self.has(p) and p.requires_grad]
+        return self._states_to_come() + sum(p.nbytes for p in trained if p.grad is None)
+
+    def _states_to_come(self) -> int:
+        """Return the bytes of the states of parameters with homes that do not exist yet."""
         optimizer, total = self._optimizer(), 0
-        counts: dict[Any, int] = {}
-        for p in self.module.parameters():
-            if self.has(p) and p.requires_grad and optimizer is not None:
-                is_new = not optimizer.state.get(p)
-                key = p.shape, p.dtype, is_new
-                if key not in counts:
-                    counts[key] = optimizers.states_of(optimizer, p) if is_new else 0
-                total += (counts[key] + (p.grad is None)) * p.nbytes
+        for group in [] if optimizer is None else optimizer.param_groups:
+            # Alike parameters of a group have alike states, which are tried once.
+            counts: dict[Any, int] = {}
+            for p in group["params"]:
+                if self.has(p) and p.requires_grad and not optimizer.state.get(p):  # type: ignore[union-attr]
+                    form = p.shape, p.dtype
+                    if form not in counts:
+                        counts[form] = optimizers.states_of(optimizer, p)  # type: ignore[arg-type]
+                    total += counts[form] * p.nbytes
         return total
 
     def least_update_bytes(self) -> int:
