@@ -18,7 +18,6 @@ import torch
 
 from rotor import _core
 from rotor._pytorch import backwards, core, devices, dispatch
-from rotor._pytorch.backwards import next_node
 from rotor.common.accounting import METERED_STEPS, is_metered_again, is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
@@ -138,10 +137,13 @@ def watch_loss(plan: Any, output: Any) -> Any:
     Autograd numbers its nodes by thread: on the CPU two numbers tell how many the loss has made.
     After as many as never before, the next step is metered.
     """
+    if len(plan.losses) >= _MOST_LOSSES:
+        return output
     tensors = (output,) if isinstance(output, torch.Tensor) else tree_tensors(output)
     for tensor in tensors:
         if tensor.is_cpu and tensor.grad_fn is not None:
-            noted = partial(_note_loss, weakref.ref(plan), threading.get_ident(), next_node())
+            begun = backwards.next_node()
+            noted = partial(_note_loss, weakref.ref(plan), threading.get_ident(), begun)
             tensor.grad_fn.register_prehook(noted)
             break
     return output
@@ -149,9 +151,9 @@ def watch_loss(plan: Any, output: Any) -> Any:
 
 def _note_loss(found: Any, thread: int, begun: int, _: Any) -> None:
     plan = found()
-    if plan is None or thread != threading.get_ident() or len(plan.losses) >= _MOST_LOSSES:
+    if plan is None or thread != threading.get_ident():
         return
-    nodes = next_node() - begun
+    nodes = backwards.next_node() - begun
     if nodes not in plan.losses:
         plan.differs |= bool(plan.losses)
         plan.losses.add(nodes)
