@@ -13,8 +13,8 @@ block again in the backward. Neither takes a limit: a cell has the time, and the
 Columns: the limit as a share; bytes of parameters and states over it; the speed; a step's time over
 plain's, without the update: rotor's, measured and (predicted), and those of streaming; bytes moved
 over those of the parameters; the hidden share of the transfers' time; measured peak over the limit.
-The exit code is 1 where rotor passed a
-limit, or was slower than a way of streaming that fits in it.
+The exit code is 1 where rotor passed a limit, or was slower than a way of streaming that fits in
+it.
 
     python benchmarks/larger.py [--speeds .5 1 2] [--shares .5 .33 .2] [--quick]
 """

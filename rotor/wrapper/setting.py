@@ -94,8 +94,7 @@ def away_state(
             'offload="disk" or offload="host" too'
         )
     tier = settings.offload.tier
-    limit = lambda: settings.mem_limit  # noqa: E731
-    away = AwayState(settings.module, optimizer, tier, update, weights, limit)
+    away = AwayState(settings.module, optimizer, tier, update, weights, lambda: settings.mem_limit)
     settings.offload.coming_bytes = away.coming_home_bytes()
     return away
 
