@@ -133,21 +133,22 @@ class AwayState:
         home = Home(self.tier, parameter.detach(), source.device, lasts=True)
         home.write(source.values_of(parameter))
         gradient, parameter.grad = parameter.grad, None
-        away = AwayTensor.of(home).requires_grad_(parameter.requires_grad)
+        away = AwayTensor.of(home)
         away._is_param = True
         storage = pointers.empty_shell(home.device, home.nbytes)
         values = torch.empty(0, dtype=home.dtype, device=home.device)
         shell = nn.Parameter(values.set_(storage, 0, home.shape, home.stride), False)
-        shell.requires_grad_(parameter.requires_grad)
+        is_trained = parameter.requires_grad
         torch.utils.swap_tensors(parameter, away)
         self._shells[id(parameter)] = shell
         self._homes[id(shell)] = home
         self._owners[id(shell)] = owner = weakref.ref(parameter)
         parameter.add_gradient = partial(_taken, weakref.ref(self), owner)  # type: ignore[attr-defined]
-        if parameter.requires_grad:
-            # The garbage collector sees no cycle through such a hook.
+        if parameter.is_floating_point() or parameter.is_complex():
+            # The garbage collector sees no cycle through such a hook; frozen parameters keep it.
             hook = partial(_came, weakref.ref(self))
-            parameter.register_post_accumulate_grad_hook(hook)
+            parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
+            parameter.requires_grad_(is_trained)
         if gradient is not None:
             self._add(parameter, gradient)
 
@@ -271,7 +272,7 @@ class AwayState:
                 shell = self._shells.get(id(parameter))
                 if shell is not None:
                     changed.append(((values, name), parameter))
-                    values[name] = shell
+                    values[name] = shell.requires_grad_(parameter.requires_grad)
                 else:
                     self._check_known(name, parameter)
             yield
