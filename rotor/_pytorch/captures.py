@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import types
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -382,6 +383,12 @@ def is_token(node: Any, *, of_backward: bool = False) -> bool:
     return isinstance(node.meta.get("desc"), kinds[of_backward])
 
 
+def is_accumulation(node: Any) -> bool:
+    """Return whether a node of a joint graph adds up gradients of one tensor, as autograd does."""
+    is_sum = getattr(node, "target", None) is torch.ops.aten.add.Tensor
+    return is_sum and bool(node.meta.get("is_gradient_acc"))
+
+
 def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return the memory format that PyTorch reads from a tensor's strides."""
     found: torch.memory_format = torch._prims_common.suggest_memory_format(tensor)
@@ -448,3 +455,17 @@ def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:
     known = eval_frame.cached_backends
     for key in [k for k, one in known.items() if id(getattr(one, "compiler_fn", one)) == backend]:
         del known[key]
+
+
+def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a code object of its own, and so with its own dynamo cache."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

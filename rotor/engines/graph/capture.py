@@ -9,7 +9,6 @@ were marked as symbols.
 from __future__ import annotations
 
 import re
-import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from rotor._pytorch import (
     scripts,
     symbols,
 )
+from rotor._pytorch.captures import fresh
 from rotor._pytorch.draws import Draws
 from rotor.common.calls import shared_places
 from rotor.common.collector import CollectorPause
@@ -52,7 +52,7 @@ from rotor.engines.graph.tracing.fetches import insert_fetches
 from rotor.engines.graph.tracing.folding import CastOnce, Changed, Folding
 from rotor.engines.graph.tracing.fusing import fuse
 from rotor.engines.graph.tracing.lowering import Lowered, lower
-from rotor.engines.graph.tracing.rewrite import as_in_eager, drop_tokens
+from rotor.engines.graph.tracing.rewrite import as_in_eager, drop_tokens, split_sums
 from rotor.errors import CaptureError
 from rotor.tier.homes import Home
 
@@ -213,7 +213,8 @@ class Capture:
     alike modules is traced, and its operations are copied for the others. `branches` answers code
     that asks whether it is compiled (by default no), and `numbers` are dynamo's expressions of
     numbers among the arguments that are to be inputs. `home_of` gives the home of a parameter,
-    which the graph then fetches.
+    which the graph then fetches. With `is_part`, other code may use the arguments too: the terms of
+    their gradients are not added up.
     """
 
     def __init__(
@@ -225,11 +226,14 @@ class Capture:
         branches: quiet_capture.Branches | None = None,
         numbers: Collection[str] = (),
         home_of: Callable[[Any], Home | None] | None = None,
+        is_part: bool = False,
     ) -> None:
         captures.check()
         self.backend = backend
         self._home_of = home_of
         self._homes: list[Home | None] = []
+        self._is_part = is_part
+        self._are_arguments: list[bool] = []
         self._numbers = frozenset(numbers)
         self._branches = branches or quiet_capture.Branches()
         self._draws = Draws()
@@ -248,7 +252,7 @@ class Capture:
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
         # which keeps the function.
         partition, forward = _weakly(self._partition), _weakly(self._forward)
-        note_homes = _weakly(self._note_homes)
+        note_inputs = _weakly(self._note_inputs)
 
         def compiled(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             return Capture._boxed(forward, module.meta[_GRAPH])
@@ -262,7 +266,7 @@ class Capture:
         )
 
         def noting(module: fx.GraphModule, inputs: Any) -> Any:
-            note_homes(module)
+            note_inputs(module)
             return compiler(module, inputs)
 
         self._compiler = captures.as_eager(noting)
@@ -420,7 +424,7 @@ class Capture:
             raise Unplanned(captured, list(args))
         self.ran = captured
         # Checks that come in order add inputs to the model's: such a call does not run again.
-        is_models = len(args) == len(captured.lowered.gradients)
+        is_models = len(args) == len(captured.lowered.primals)
         if self.leaves is not None and is_models and captured.are_whole:
             leaves = [*compress(args, captured.are_differentiable)]
             original = getattr(emitted, "original", None)
@@ -448,7 +452,7 @@ class Capture:
         if is_passed:
             if isinstance(run, Delivery):
                 run.forget()
-            return (None,) * len(captured.lowered.gradients)
+            return (None,) * len(captured.lowered.primals)
         if owner is not None and core.splits_backward(owner.parameters()):
             raise RuntimeError(SPLIT_BACKWARD)
         withheld: frozenset[int] = frozenset()
@@ -508,10 +512,13 @@ class Capture:
             # Autograd would make zeros of an absent tangent.
             node.set_materialize_grads(False)
 
-    def _note_homes(self, module: fx.GraphModule) -> None:
-        """Note the homes of the inputs of dynamo's graph."""
+    def _note_inputs(self, module: fx.GraphModule) -> None:
+        """Note the homes of the inputs of dynamo's graph, and which are plain tensors."""
         if self._home_of is not None:
             self._homes = [*map(self._home_of, regions.tensors_of_inputs(module.graph))]
+        if self._is_part:
+            given = regions.tensors_of_inputs(module.graph)
+            self._are_arguments = [type(tensor) is torch.Tensor for tensor in given]
 
     def _partition(
         self, module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -527,7 +534,9 @@ class Capture:
                 fuse(module, num_fwd_outputs)
         if self._homes:
             insert_fetches(module, self._homes, num_fwd_outputs)
+        further = split_sums(module, num_fwd_outputs, self._are_arguments)
         lowered = lower(module, num_fwd_outputs)
+        lowered.further = further
         lowered.variables = variables
         if lowered.symbols and not symbols.are_marked() and not self._numbers:
             raise CaptureError(_UNSIZED)
@@ -552,7 +561,7 @@ class Capture:
         backward = _stub(
             module,
             [*saved, token, *lowered.tangents, *tokens],
-            [*lowered.gradients, *tokens],
+            [*lowered.gradients[: len(lowered.primals)], *tokens],
         )
         module.graph.erase_node(token)
         self.graphs.append(
@@ -601,17 +610,3 @@ def _reason(error: BaseException) -> str:
         if not (was_ours or is_code or is_mark or text.startswith(_FOR_DEVELOPERS)):
             found.append(line.partition("  (Size-like symbols")[0])
     return "\n".join(found[:40])
-
-
-def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a code object of its own, and so with its own dynamo cache."""
-    assert isinstance(function, types.FunctionType)
-    copy = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy

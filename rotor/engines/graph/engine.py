@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor._pytorch import core, symbols
+from rotor._pytorch.captures import fresh
 from rotor._pytorch.quiet_capture import Branches
 from rotor.algorithms.curve import Curve
 from rotor.common.calls import PlainValues, leaf_expressions
@@ -29,7 +30,7 @@ from rotor.engines.contract import (
     StartMeter,
 )
 from rotor.engines.graph.calls import captured_key, check_arguments, gives_plain_outputs, run_once
-from rotor.engines.graph.capture import Capture, Captured, Unplanned, fresh
+from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import Choices, choose_groups
 from rotor.engines.graph.code.away import Away

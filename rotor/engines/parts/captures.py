@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
+from rotor._pytorch.captures import fresh
 from rotor.common.frames import release
 from rotor.engines.contract import CannotPlan, NothingToPlan
-from rotor.engines.graph.capture import Capture, Unplanned, fresh
+from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import Owners, owners_of, slots_of
@@ -79,7 +80,8 @@ class Captures:
                 return shaped
         tried = [self._captures[key]] if key in self._captures else []
         home_of = None if self.away is None else self.away.home_of
-        for capture in [*tried, Capture(fresh(_run), folds=False, home_of=home_of)]:
+        new = Capture(fresh(_run), folds=False, home_of=home_of, is_part=True)
+        for capture in [*tried, new]:
             capture.forget_programs()
             try:
                 with in_place(self.away, module):
@@ -125,7 +127,7 @@ class Captures:
         family.shapes[key[1]] = shapes
         if not differing or family.refusal:
             return None
-        make = partial(Capture, fresh(_run))
+        make = partial(Capture, fresh(_run), is_part=True)
         try:
             found = family.reach(make, module, arguments, (*arguments, ()), differing)
         except NothingToPlan:

@@ -452,6 +452,8 @@ class Kind:
             installed = self._installed(emitted, module, (args, kwargs), marks)
             with in_place(self.away, module), installed as (given, named):
                 output = self.step.capture(module, given, named)
+                if isinstance(self.captured.emitted, EarlyStep):
+                    output = self.captured.emitted.returned(output)
                 if self.away is not None:
                     leaves = map(self.away.parameter_of, self.step.capture.leaves)
                     self.step.capture.leaves = [*leaves]

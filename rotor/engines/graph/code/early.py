@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from torch.autograd.function import Function
 
 from rotor._pytorch import core
-from rotor.common.substitutes import substituted
+from rotor.common.substitutes import exchanged, substituted
 from rotor.engines.graph.code.actions import Kind, actions_of, deaths
 from rotor.engines.graph.code.emit import StepCode, emit
 from rotor.engines.graph.code.handover import sharing
@@ -89,13 +90,14 @@ def owners_of(
     for index, gradient in enumerate(lowered.gradients):
         if gradient is None:
             continue
-        primal = primals[index]
+        number = lowered.primal_of(index)
+        primal = primals[number]
         owner = Owner(
             tuple(numbers.get(id(primal), ())) if type(primal) is nn.Parameter else (),
             tuple(leaves.get(id(primal), ())),
         )
         is_known = owner.slots or owner.leaves
-        if not is_known or lowered.primals[index] in lowered.mutated:
+        if not is_known or lowered.primals[number] in lowered.mutated:
             return None
         found[index] = owner
     return found
@@ -148,8 +150,8 @@ class EarlyCode:
     """Its backward is a generator that puts gradients into a dictionary."""
     groups: list[list[int]]
     """Primals whose gradients are complete at each stop."""
-    gradients: int
-    """Number of the call's gradients."""
+    gradients: list[list[int]]
+    """For each primal the numbers of its gradient's terms."""
     prover: Prover | None = None
     """Prover that may raise after gradients have left."""
 
@@ -183,7 +185,10 @@ class EarlyCode:
             groups += [list(over)] if over else []
             groups += [indices for place, indices in late if place == position]
         emitted = emit(lowered, numbers, late, prover, layout, pooling)
-        return cls(emitted, groups, len(lowered.gradients), prover)
+        terms: list[list[int]] = [[] for _ in lowered.primals]
+        for index in range(len(lowered.gradients)):
+            terms[lowered.primal_of(index)].append(index)
+        return cls(emitted, groups, terms, prover)
 
     @property
     def source(self) -> str:
@@ -219,7 +224,11 @@ class EarlyCode:
         begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
         for _ in begin(args, given):
             pass
-        return tuple([given.get(index) for index in range(self.gradients)])
+        found: list[torch.Tensor | None] = []
+        for terms in self.gradients:
+            parts = [part for part in map(given.get, terms) if part is not None]
+            found.append(reduce(torch.add, parts) if parts else None)
+        return tuple(found)
 
 
 class Delivery:
@@ -250,7 +259,7 @@ class Delivery:
         begin: Callable[..., Generator[None, None, None]] = self._code.emitted.backward
         self._parts = begin(args, self._given)
         next(self._parts)
-        return (None,) * self._code.gradients
+        return (None,) * len(self._code.gradients)
 
     def deliver(self, group: int) -> list[torch.Tensor | None]:
         """Run the backward up to the gradients of a group; return them, once."""
@@ -365,6 +374,10 @@ class EarlyStep:
     def original(self, tensor: Any) -> Any:
         """Return the argument of the call for a tensor on which it runs, within `around`."""
         return self._originals.get(id(tensor), tensor)
+
+    def returned(self, output: Any) -> Any:
+        """Return the result of the call, within `around`, with arguments as the caller has them."""
+        return exchanged(output, self._originals)
 
     @contextmanager
     def around(self, slots: Sequence[core.Slot], arguments: Any) -> Iterator[Any]:

@@ -127,7 +127,7 @@ class Lowered:
     outputs: list[Any]
     """Results of the forward: nodes, or constants such as None."""
     gradients: list[Any]
-    """Results of the backward, by primal: nodes, or constants such as None."""
+    """Results of the backward, by primal: nodes, or constants such as None; then further terms."""
     mutated: set[fx.Node]
     """Primals whose new values are among the outputs."""
     output_bytes: int
@@ -140,6 +140,8 @@ class Lowered:
     """Numbers of a primal and its dimension, by symbol; None: the primal is the size itself."""
     variables: dict[str, str] = field(default_factory=dict)
     """Code of the variables of numbers that calls give (`numbers.write_numbers`)."""
+    further: list[int] = field(default_factory=list)
+    """Numbers of the primals of the further terms, to be added to their gradients one by one."""
     reads_gradients: bool = False
     """True if the captured code reads gradients that exist when a step begins."""
 
@@ -147,6 +149,11 @@ class Lowered:
     def collectives(self) -> list[int]:
         """Numbers of the operations in which other processes take part."""
         return [number for number, task in enumerate(self.tasks) if is_collective(task.node)]
+
+    def primal_of(self, gradient: int) -> int:
+        """Return the number of a gradient's primal."""
+        count = len(self.primals)
+        return gradient if gradient < count else self.further[gradient - count]
 
     def drop_preferences(self) -> bool:
         """Let operations run again that prefer not to; return whether an operation did."""

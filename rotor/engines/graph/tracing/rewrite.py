@@ -7,6 +7,10 @@ the kernels compute them separately. Split here, each can run at the best moment
 the input's activation is freed before the gradient of the input comes, and large gradients of
 weights, which stay, may come late.
 
+Autograd adds the gradients of one tensor to each other in the order in which they arrive. Those
+that a part of a model makes for an argument are results of their own, not their sum: code after the
+part may have used the argument too, and its gradient comes first.
+
 ``torch.linalg.inv`` and its like check their results by an operation that returns nothing. It is
 traced with a token, an empty tensor: each such operation takes the one of the operation before, the
 first one an argument of the graph, and the last one's is returned. PyTorch gives the graph no
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -59,6 +63,43 @@ def drop_tokens(module: fx.GraphModule) -> list[fx.Node]:
     for node in late:
         graph.erase_node(node)
     return late
+
+
+_MOST_TERMS = 8
+"""Terms of a gradient beyond which their sum is one result: all are in memory at the end."""
+
+
+def split_sums(module: fx.GraphModule, outputs: int, are_arguments: Sequence[bool]) -> list[int]:
+    """Make terms of gradients that autograd adds up results of a joint graph.
+
+    The first `outputs` results are the forward's, and the others the gradients of the inputs, of
+    which `are_arguments` names those whose sums are split. The first term of a sum takes its place,
+    and the others follow all results; return the number of the input of each of these.
+    """
+    node = module.graph.output_node()
+    returned: list[Any] = list(node.args[0])  # type: ignore[arg-type]
+    further: list[tuple[int, fx.Node]] = []
+    for number, is_argument in enumerate(are_arguments):
+        total = returned[outputs + number]
+        terms = _terms(total) if is_argument and returned.count(total) == 1 else []
+        if 1 < len(terms) <= _MOST_TERMS:
+            returned[outputs + number] = terms[0]
+            further += [(number, term) for term in terms[1:]]
+    if further:
+        node.args = ((*returned, *[term for _, term in further]),)
+        for sum_ in reversed(module.graph.nodes):
+            if captures.is_accumulation(sum_) and not sum_.users:
+                module.graph.erase_node(sum_)
+    return [number for number, _ in further]
+
+
+def _terms(total: Any) -> list[Any]:
+    """Return the gradients that autograd has added up, in its order."""
+    terms: list[Any] = []
+    while captures.is_accumulation(total) and len(total.users) == 1:
+        total, term = total.args
+        terms.insert(0, term)
+    return [total, *terms]
 
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
