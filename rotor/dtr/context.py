@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -194,6 +195,7 @@ def budget(
         with (
             _entered(session),
             _eager(),
+            _states_counted(session),
             guarded(session) if guard else nullcontext(),
             session.paths,
             session,
@@ -251,7 +253,35 @@ def _eager() -> Iterator[None]:
 
 
 @contextmanager
+def _states_counted(session: Session) -> Iterator[None]:
+    """Count copies of the CPU generator's state that code takes, as ``fork_rng`` does."""
+    original = torch.get_rng_state
+
+    @functools.wraps(original)
+    def get_rng_state() -> torch.Tensor:
+        if current() is not session:
+            return original()
+        return session.copied_state(original)
+
+    homes = (torch, torch.random)
+    try:
+        for home in homes:
+            setattr(home, "get_rng_state", get_rng_state)  # noqa: B010
+        yield
+    finally:
+        for home in homes:
+            setattr(home, "get_rng_state", original)  # noqa: B010
+
+
+@contextmanager
 def running(session: Session) -> Iterator[None]:
     """Enter a session that may be entered again; it is not closed in the end."""
-    with _entered(session), _eager(), guarded(session), session.paths, session:
+    with (
+        _entered(session),
+        _eager(),
+        _states_counted(session),
+        guarded(session),
+        session.paths,
+        session,
+    ):
         yield

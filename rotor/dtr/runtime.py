@@ -228,6 +228,20 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
             found = self._generator_bytes[generator.device] = generator.get_state().nbytes
         return found
 
+    def copied_state(self, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what a function that copies the CPU generator's state returns, and count it."""
+        with self._handler, dispatch.without_functions(), dispatch.without_modes():
+            if self._is_cpu:
+                nbytes = self._state_bytes(torch.default_generator)
+                self._book.begin([])
+                try:
+                    self._make_room(nbytes, nbytes, is_wish=True)
+                finally:
+                    self._book.abort()
+            state = copy()
+            self._see_parts(state)
+        return state
+
     def _states(
         self, generator: torch.Generator, state: torch.Tensor
     ) -> list[tuple[torch.Generator, torch.Tensor]]:

@@ -311,3 +311,31 @@ def test_the_proof_of_a_first_step_keeps_the_limit():
         chk(words).sum().backward()
     assert meter.peak_bytes <= 0.7 * plain
     assert "1 step: " in chk.plan.proved.text("first")
+
+
+class Forking(nn.Module):
+    """Noise that is drawn while the state of the generator is put aside."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.settings = settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(**self.settings):
+            torch.manual_seed(7)
+            noise = torch.rand_like(x)
+        return torch.tanh(self.linear(x)) * noise
+
+
+@pytest.mark.parametrize("settings", [{}, {"devices": []}])
+def test_states_that_a_forward_puts_aside_count(settings: dict[str, Any]):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Forking(**settings) for _ in range(6)))
+    x = torch.randn(64, 64)
+    limit = peak_of(model, x, in_double) * 6 // 10
+    asked = torch.get_rng_state
+    limited = rotor.Checkpointable(model, mem_limit=limit, engine="dynamic")
+    train(limited, x, in_double, 2)
+    assert peak_of(limited, x, in_double) <= limit
+    assert torch.get_rng_state is torch.random.get_rng_state is asked
