@@ -141,7 +141,7 @@ class AwayState:
         is_trained = parameter.requires_grad
         torch.utils.swap_tensors(parameter, away)
         self._shells[id(parameter)] = shell
-        self._homes[id(shell)] = home
+        self._homes[core.storage_identity(shell)] = home
         self._owners[id(shell)] = owner = weakref.ref(parameter)
         parameter.add_gradient = partial(_taken, weakref.ref(self), owner)  # type: ignore[attr-defined]
         if parameter.is_floating_point() or parameter.is_complex():
@@ -155,8 +155,12 @@ class AwayState:
     # -- steps
 
     def home_of(self, tensor: Any) -> Home | None:
-        """Return the home of the parameter that a shell stands for; ``None`` for other tensors."""
-        return self._homes.get(id(tensor))
+        """Return the home of the parameter that a shell stands for; ``None`` for other tensors.
+
+        A step that is captured anew as it runs has other tensors on the storages of shells.
+        """
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        return self._homes.get(core.storage_identity(tensor)) if is_plain else None
 
     def parameter_of(self, tensor: Any) -> Any:
         """Return the parameter for which a shell stands; another tensor itself."""

@@ -9,6 +9,7 @@ import torch
 from tiers.test_larger import GPT, OPTIMIZERS, assert_same, train
 from tiers.test_larger_dynamic import Asking, batches
 from tiers.test_larger_parts import Breaking
+from torch.nn import functional as F
 
 import rotor
 from rotor.memory import meter
@@ -74,3 +75,34 @@ def test_parameters_are_frozen_and_trained_later(engine):
     assert_same(plain, model, *optimizers)
     assert chk.plan.engine == engine
     assert_kept(chk, optimizers[1], limit)
+
+
+class Skipping(GPT):
+    """GPT that leaves out a block in some steps."""
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor, skip=None) -> torch.Tensor:
+        x = self.embed(words)
+        for k, block in enumerate(self.blocks):
+            if k != skip:
+                x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def test_a_step_is_captured_anew_as_it_runs():
+    """Where values of arguments were taken to change nothing; parameters are then fetched, too."""
+    torch.manual_seed(0)
+    plain = Skipping(3)
+    model = copy.deepcopy(plain)
+    optimizers = [OPTIMIZERS["adamw"](one.parameters()) for one in (plain, model)]
+    chk = rotor.Checkpointable(
+        model, mem_limit=900_000, offload="disk", offload_state=optimizers[1]
+    )
+    for skip, is_none in ((None, True), (0, True), (2, True), (None, False), (0, True), (1, True)):
+        losses = []
+        for call, optimizer in zip((plain, chk), optimizers, strict=True):
+            losses.append(call(*batches(1)[0], skip))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=is_none)
+        assert torch.equal(*losses)
+    assert_same(plain, model, *optimizers)
