@@ -314,6 +314,9 @@ class GraphPlan(Metered):
         self._place(found)
         standing = None if self.step.away is None else self.step.away.standing
         early = EarlyStep(found, self.step.owners, standing=standing)
+        if standing is not None:
+            # Another graph that the call may reach has gradients of other shells.
+            self.step.capture.forget_programs()
         self.step.captured.emitted = early
         try:
             with early.around(slots, arguments) as replaced:
