@@ -93,6 +93,31 @@ class Passing(Unsure):
         return x * total
 
 
+class Scaled(Layer):
+    """Layer with a tensor that is no parameter, and gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(WIDTH, requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+class Foreign(Unsure):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+            if x.detach().abs().max().item() > 1e9:
+                break
+        return x
+
+
 def backwards(loss: torch.Tensor, parameters: list[nn.Parameter], ways: str) -> list[torch.Tensor]:
     if ways == "second order":
         first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
@@ -127,6 +152,7 @@ def steps(
     [
         *product([HiddenStates, Unsure, Passing], ["once", "adding", "twice"]),
         (HiddenStates, "second order"),
+        (Foreign, "once"),
     ],
 )
 def test_gradients_of_shared_inputs_equal_those_of_plain_training(

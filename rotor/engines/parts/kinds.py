@@ -384,6 +384,9 @@ class Kind:
             with early.around(slots_of(module), arguments) as replaced:
                 yield replaced
             return
+        if isinstance(code, EarlyCode):
+            # Gradients of tensors of unknown origin come all at the end, added up.
+            code = replace(code.emitted, backward=code.backward)
         if marks is not None:
             assert isinstance(code, Emitted)
             code = marked(code, *marks)

@@ -23,7 +23,7 @@ from torch.autograd.function import Function
 from rotor._pytorch import core
 from rotor.common.substitutes import exchanged, substituted
 from rotor.engines.graph.code.actions import Kind, actions_of, deaths
-from rotor.engines.graph.code.emit import StepCode, emit
+from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.handover import sharing
 from rotor.engines.graph.code.offloading import Layout, Places
 from rotor.engines.graph.code.pricing import Pooling
@@ -146,7 +146,7 @@ def delivery_groups(
 class EarlyCode:
     """Code of a program whose backward stops at each group of gradients."""
 
-    emitted: StepCode
+    emitted: Emitted
     """Its backward is a generator that puts gradients into a dictionary."""
     groups: list[list[int]]
     """Primals whose gradients are complete at each stop."""
