@@ -32,11 +32,11 @@ def model() -> nn.Module:
     return nn.Sequential(*(Block(64) for _ in range(4)), nn.Linear(64, 8))
 
 
-def train(sim, net, call, optimizer) -> tuple[list[torch.Tensor], list[int]]:
+def train(sim, net, call, optimizer, sizes=(32,) * STEPS) -> tuple[list[torch.Tensor], list[int]]:
     """Return losses and parameters, and the device's bytes at most above each step's begin."""
     losses, peaks = [], []
     torch.manual_seed(1)
-    batches = [torch.randn(32, 64, device="sim") for _ in range(STEPS)]
+    batches = [torch.randn(size, 64, device="sim") for size in sizes]
     for x in batches:
         level = sim.memory_allocated()
         sim.reset_peak_memory_stats()
@@ -71,6 +71,24 @@ def test_training_is_that_of_the_plain_model(sim, make, update):
     # The first step measures the speed of the link too, in memory of its own.
     assert max(peaks[1:]) + resident + states <= limit
     assert max(plain_peaks) + 3 * sum(p.nbytes for p in net.parameters()) > 3 * limit
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_limit": "2200KiB"}], ids=str)
+def test_batches_of_all_sizes_share_one_capture(sim, settings):
+    sizes = (32, 24, 28, 32, 17, 24)
+    found = []
+    for is_wrapped in (False, True):
+        net = model().to("sim")
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        limit, tier = 440 << 10, {"offload": "host", "offload_state": optimizer, **settings}
+        call = rotor.Checkpointable(net, mem_limit=limit, **tier) if is_wrapped else net
+        values, peaks = train(sim, net, call, optimizer, sizes)
+        found.append(values)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    resident = sum(p.nbytes for p in net.parameters() if p.nbytes < 4096)
+    assert max(peaks[1:]) + 3 * resident <= limit
+    assert "4 share 1 captured graph, 0 captured alone" in call.report()
 
 
 @pytest.mark.parametrize("update", ["device", "host"])

@@ -198,8 +198,6 @@ class GraphEngine(MeteredEngine):
 
     def _one_shape_reason(self) -> str:
         """Return the reason why no plan holds for several shapes; empty without one."""
-        if self.settings.away is not None:
-            return "parameters are in a second tier"
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"

@@ -21,10 +21,11 @@ from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.engines.graph.capture import Captured
 from rotor.engines.graph.captured_step import CapturedStep
+from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.offloading import Layout
-from rotor.engines.graph.code.pricing import build_graph, search
+from rotor.engines.graph.code.pricing import build_graph, search, transfers
 from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, work_of
@@ -38,7 +39,7 @@ from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.graph.resizing import Resizing
-from rotor.tier.offload import Offload
+from rotor.tier.offload import Homes, Offload
 
 _MOST_PROGRAMS = 32
 _LEAST_POINTS = 4
@@ -88,15 +89,20 @@ class _Variant:
         existing: frozenset[int],
         known: Callable[[Lowered], KnownOrders] | None,
         link: Link | None,
+        away: Away | None = None,
+        homes: Homes | None = None,
     ) -> None:
-        self.lowered = lowered
+        self.lowered, priced = lowered, list(costs)
         if existing:
-            self.lowered, _ = with_handovers(lowered, costs, existing)
+            settle = None if away is None else away.settle
+            self.lowered, priced = with_handovers(lowered, costs, existing, settle)
         numbers = {id(task): k for k, task in enumerate(lowered.tasks)}
         self.origin = np.array([numbers.get(id(t), -1) for t in self.lowered.tasks])
         self.made = [list(task.made.values()) for task in self.lowered.tasks]
-        priced = [costs[k] if k >= 0 else Cost(0, 0) for k in self.origin.tolist()]
-        graph = build_graph(self.lowered, priced, 0, moves=link is not None)
+        own = [cost.workspace_bytes for cost in priced]
+        self.workspaces = np.where(self.origin >= 0, 0, np.array(own, dtype=np.int64))
+        """Workspaces of the operations that the captured graph lacks."""
+        graph = build_graph(self.lowered, priced, 0, moves=link is not None, homes=homes)
         self.resizing = Resizing(graph)
         self.programs: dict[bytes, _Entry] = {}
         self.choices = 0
@@ -146,9 +152,11 @@ class SymbolicGraph:
         leaf_sizes: dict[int, list[str]] | None = None,
         known: Callable[[Lowered], KnownOrders] | None = None,
         offload: Offload | None = None,
+        away: Away | None = None,
         **facts: Any,
     ) -> None:
-        self._known, self.offload, self._facts = known, offload, facts
+        self._known, self._facts = known, facts
+        self.offload, self.away = offload, away
         self.origins, self.leaf_sizes = origins, leaf_sizes or {}
         """As of `rotor.engines.graph.sizing.origins_of`."""
         self.captured, self.device = captured, device
@@ -211,12 +219,16 @@ class SymbolicGraph:
 
     def scaled(self, known: dict[Values, int], values: Values) -> int:
         """Return an upper bound of a figure that grows with the shape, from known ones."""
-        here = self.total(values)
+        here = self._growing(values)
         return max(
             (-(-figure * max(here, there) // there) if figure > 0 else figure)
             for shape, figure in known.items()
-            for there in [self.total(shape)]
+            for there in [self._growing(shape)]
         )
+
+    def _growing(self, values: Values) -> int:
+        """Return the bytes of the storages that grow with the shape, at a shape."""
+        return max(int(self.sizes.of(values)[0][self.sizes.grows].sum()), 1)
 
     def total(self, values: Values) -> int:
         """Return the bytes of all storages at a shape."""
@@ -239,7 +251,12 @@ class SymbolicGraph:
             costs = self.costs(self.fits.points[-1].values)
             self._variants = {k: v for k, v in self._variants.items() if k[1] == key[1]}
             link = None if self.offload is None else self.offload.known_link(self.device)
-            self._variants[key] = _Variant(lowered, costs, existing, self._known, link)
+            homes = None
+            if self.offload is not None and self.away is not None:
+                homes = self.offload.homes(self.device)
+            self._variants[key] = _Variant(
+                lowered, costs, existing, self._known, link, self.away, homes
+            )
         return self._variants[key]
 
     def forget_programs(self) -> None:
@@ -253,6 +270,7 @@ class SymbolicGraph:
             costs=[],
             device=self.device,
             offload=self.offload,
+            away=self.away,
             symbolic=self,
             values=values,
             **self._facts,
@@ -305,7 +323,8 @@ class ShapeStep(CapturedStep):
         variant = self._variant
         sizes, ns, workspaces = self.symbolic.figures(self.values)
         sizes[[variant.made[variant.lowered.loss][k] for k in self.absent]] = 0
-        self._figures = (sizes, variant.spread(ns), variant.spread(workspaces))
+        workspaces = variant.spread(workspaces) + variant.workspaces
+        self._figures = (sizes, variant.spread(ns), workspaces)
         pinned = [is_pinned for _, is_pinned in variant.lowered.storages]
         self.lowered = replace(
             variant.lowered, storages=list(zip(sizes.tolist(), pinned, strict=True))
@@ -341,6 +360,10 @@ class ShapeStep(CapturedStep):
         sizes, ns, workspaces = self._figures
         workspaces = workspaces.copy()
         workspaces[self.lowered.loss] = loss_bytes
+        if self.homes is not None:
+            ns = ns.copy()
+            for k, (time, _) in transfers(self.lowered, self.homes, sizes.tolist()).items():
+                ns[k] = time
         return self._variant.resizing.graph(sizes, ns, workspaces)
 
     def code(

@@ -20,6 +20,7 @@ from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import choose_groups
+from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.recorded import MEASURED, price
@@ -31,6 +32,7 @@ from rotor.engines.graph.shapes import Shapes, ShapeStep, SymbolicGraph
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
+from rotor.tier.state import AwayState
 from rotor.units import exact_bytes
 
 _MOST_GRAPHS = 4
@@ -186,13 +188,14 @@ class Family:
         device: torch.device,
         price: Callable[[Lowered], Sequence[Cost]],
         alone: Iterable[Alone],
+        state: AwayState | None = None,
         **facts: Any,
     ) -> tuple[ShapeStep, bool]:
         """Return the step of a call that was captured with symbols, and whether its graph is new.
 
         `slots` are those of the module's parameters. A new graph has the costs that `price` returns
-        at the sizes of the call, and those of the shapes that were captured `alone`; `facts` are as
-        of `SymbolicGraph`.
+        at the sizes of the call, and those of the shapes that were captured `alone`; `state` has
+        the parameters that are in a second tier, and `facts` are as of `SymbolicGraph`.
         """
         captured, lowered = found.captured, found.captured.lowered
         values = tuple(origin_values(lowered, found.primals))
@@ -200,13 +203,16 @@ class Family:
         if known is not None:
             return known.step(values), False
         origins, sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
+        with core.NOTHING if state is None else state.shells(slots):
+            owners = owners_of(lowered, found.primals, slots, arguments)
         graph = SymbolicGraph(
             captured,
             device,
             origins=origins,
             leaf_sizes=sizes,
             capture=self.capture,
-            owners=owners_of(lowered, found.primals, slots, arguments),
+            owners=owners,
+            away=Away.of(state, lowered, owners, slots),
             **facts,
         )
         costs = price(graph.concrete(values))
@@ -367,7 +373,8 @@ class Sizing:
         found = None
         if differing and not family.refusal:
             text, given = family.text(shapes, differing), (loss_fn, *arguments)
-            with progress(1, f"capturing the model for any sizes ({text} first)"):
+            doing = f"capturing the model for any sizes ({text} first)"
+            with progress(1, doing), self.context.shells():
                 found = family.reach(make, self.context.module, given, arguments, differing)
         if found is None:
             family.separate_count += 1
@@ -401,6 +408,7 @@ class Sizing:
                 planned_for="" if settings.profile == MEASURED else settings.profile.device,
                 verifies=settings.verify != "off",
                 known=orders if context.may_improve_plans() else None,
+                state=settings.away,
                 offload=settings.offload,
             )
         except CaptureError as error:

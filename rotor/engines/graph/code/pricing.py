@@ -73,27 +73,38 @@ def build_graph(
 def _on_links(
     lowered: Lowered, operations: Sequence[Operation], homes: Homes, sizes: Sequence[int]
 ) -> list[Operation]:
-    """Return the operations of a step, as transfers where they are.
+    """Return the operations of a step, as transfers where they are."""
+    made = list(operations)
+    for k, (ns, nbytes) in transfers(lowered, homes, sizes).items():
+        if lowered.tasks[k].settle is None:
+            made[k] = replace(made[k], cost_ns=ns, clock="read")
+        else:
+            made[k] = replace(made[k], cost_ns=ns, clock="write", extra={"bytes": nbytes})
+    return made
 
-    Gradients get homes in the nearest tier as long as it has room.
+
+def transfers(lowered: Lowered, homes: Homes, sizes: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return the time, ns, and the bytes of each operation that fetches or hands over.
+
+    `sizes` are those of the storages. Gradients get homes in the nearest tier as long as it has
+    room.
     """
-    made, left = [], homes.room_bytes
+    found, left = {}, homes.room_bytes
     nearest, *beneath = homes.links.values()
-    for task, operation in zip(lowered.tasks, operations, strict=True):
+    for k, task in enumerate(lowered.tasks):
         if is_fetch(task.node):
+            nbytes = sum(sizes[s] for s in task.made.values())
             link = homes.links[cast(Fetch, cast(fx.Node, task.node).target).home.tier]
-            ns = link.read_ns(sum(sizes[s] for s in operation.outputs))
-            operation = replace(operation, cost_ns=ns, clock="read")
+            found[k] = link.read_ns(nbytes), nbytes
         elif task.settle is not None:
-            places = (lowered.values[lowered.gradients[k]].storages for k in task.gradients)
+            places = (lowered.values[lowered.gradients[g]].storages for g in task.gradients)
             nbytes = sum(sizes[s] for s in {s for storages in places for s in storages})
             near = nbytes if left is None else min(nbytes, left)
             left = None if left is None else left - near
             ns = nearest.write_ns(near) if near else 0
             ns += beneath[0].write_ns(nbytes - near) if nbytes > near else 0
-            operation = replace(operation, cost_ns=ns, clock="write", extra={"bytes": nbytes})
-        made.append(operation)
-    return made
+            found[k] = ns, nbytes
+    return found
 
 
 def sizes_of(lowered: Lowered, costs: list[Cost]) -> list[int]:

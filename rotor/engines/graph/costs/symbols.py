@@ -147,6 +147,10 @@ class _Expressions:
         """Return the place of a number's value among the results."""
         return self._places.setdefault(symbols.text_of(value), len(self._places))
 
+    def constants(self) -> npt.NDArray[np.bool_]:
+        """Return True for the results that no symbol changes."""
+        return np.array([text.isdigit() for text in self._places], dtype=np.bool_)
+
     def compiled(self) -> Callable[..., list[int]]:
         """Return the function of the symbols."""
         body = ", ".join(f"({text})" for text in self._places)
@@ -176,6 +180,8 @@ class Sizes:
             flops = [expressions.add(flops_expression(n) if n is not None else 0) for n in nodes]
         self._evaluate = expressions.compiled()
         self._storages, self._moved, self._flops = map(np.array, (storages, moved, flops))
+        self.grows = ~expressions.constants()[self._storages]
+        """True for the storages whose bytes depend on the symbols."""
         self._unit = allocator.rounded_bytes(1, device)
 
     def of(self, values: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
