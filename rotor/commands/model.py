@@ -105,6 +105,8 @@ OFFLOAD = {
     "--offload TIER": "plan with a second tier of memory: disk, disk:FOLDER or, for accelerators, "
     "host",
     "--offload-limit BYTES": "most bytes of a step there, such as 16GiB",
+    "--host-limit BYTES": "with --offload host: most bytes of the memory there; what exceeds it is "
+    "on a disk",
     "--offload-state OPTIMIZER": "have parameters, gradients and the states of an optimizer there "
     "too, and count in the limit what of them is in memory: sgd (with momentum), adam, adamw, "
     "adafactor, or FILE.py:FUNCTION of the parameters",
@@ -120,12 +122,13 @@ TOTAL = (
 
 def offload_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `rotor.Checkpointable` for a second tier; none without one."""
-    offload, most = getattr(arguments, "offload", None), getattr(arguments, "offload_limit", None)
-    for name in ("offload_limit", "offload_state"):
+    offload = getattr(arguments, "offload", None)
+    limits = {name: getattr(arguments, name, None) for name in ("offload_limit", "host_limit")}
+    for name in (*limits, "offload_state"):
         if offload is None and getattr(arguments, name, None):
             shown = f"--{name.replace('_', '-')}"
             raise ValueError(f"{shown} is for --offload: give --offload disk, or leave it out")
-    return {} if offload is None else {"offload": offload, "offload_limit": most}
+    return {} if offload is None else {"offload": offload, **limits}
 
 
 _SMALL_BYTES = 1 << 20
@@ -246,7 +249,8 @@ class Subject:
                     "--offload-state moves parameters of this machine, and --profile is of another"
                 )
             self.offload["offload_state"] = factories.optimizer_of(optimizer, self.model)
-            self.offload["offload"] = trial_tier(self.offload["offload"], self.engine)
+            tier, limit = self.offload["offload"], self.offload.pop("host_limit")
+            self.offload["offload"] = trial_tier(tier, self.engine, limit)
         self.is_one = factories.takes_one(self.model, self.engine)
         self.output: Any = None
         self.loss_name: str | None = arguments.loss

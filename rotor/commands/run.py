@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         "where nothing runs out of memory by itself, this is the way",
         "--limit BYTES": f"train within this limit, {LIMIT}",
         "--total BYTES": TOTAL,
-        "--offload TIER": OFFLOAD["--offload TIER"],
+        **{name: OFFLOAD[name] for name in ("--offload TIER", "--host-limit BYTES")},
         "--offload-state": "have parameters, gradients and the states of the script's optimizer "
         "there too, and count in the limit what of them is in memory",
     }

@@ -101,6 +101,8 @@ def test_parameters_and_states_are_away(capsys, monkeypatch, tmp_path):
     assert (code, out) == (0, plain), err
     for given, text in (
         ((*wide, "--offload-state", "adam"), "--offload-state is for --offload"),
+        ((*wide, "--host-limit", "1GiB"), "--host-limit is for --offload"),
+        ((*away, "adam", "--host-limit", "1GiB"), "bounds the memory of the host"),
         ((*away, "wide.py:chain"), "calling wide.py:chain failed"),
     ):
         code, _, err = run(capsys, "plan", *given)

@@ -13,6 +13,7 @@ import threading
 from functools import cache, partial
 
 import children
+import command_line
 import pytest
 import torch
 from devices.test_sim_larger import Asking, model
@@ -426,3 +427,39 @@ def test_offmate_takes_the_limit_too(sim):
     chk = rotor.Offmate(net, None, LIMIT, optimizer, host_limit=STAGING + HOMES)
     assert chk.offload.tier.limit_bytes == STAGING + HOMES
     assert copy.deepcopy(chk.offload.tier).limit_bytes == STAGING + HOMES
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = make().to("sim")
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        loss = model(torch.randn(64, 64, device="sim")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+"""
+
+
+def test_commands_bound_the_memory_of_the_host(sim, capsys, tmp_path, monkeypatch):
+    made, begin = [], LayeredTier.__init__
+    monkeypatch.setattr(
+        LayeredTier, "__init__", lambda *given: made.append(given[1]) or begin(*given)
+    )
+    tier = ("--offload", "host", "--host-limit", "2100KiB", "--limit", "1MiB", "--offload-state")
+    with command_line.folder_with("train.py", SCRIPT, tmp_path, monkeypatch):
+        planned = ("plan", "train.py:make", "--device", "sim", "--input", "64,64", *tier, "adam")
+        homes = command_line.data_of(capsys, *planned)["plan"]["homes"]
+        assert homes["states"] == 2 * homes["parameters"] == 4 * 64 * 64 * 4
+        _, expected, _ = command_line.run(capsys, "run", "train.py")
+        code, out, err = command_line.run(capsys, "run", *tier, "train.py")
+    assert (code, out) == (0, expected), err
+    assert made == ["2100KiB", "2100KiB"]
