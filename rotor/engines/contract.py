@@ -276,6 +276,21 @@ class Settings:
         is_given = self.limit_bytes is None or self.away is not None
         return self.mem_limit if is_given else self.limit_bytes
 
+    @property
+    def offload_state(self) -> Any:
+        """Optimizer whose states have homes; ``None`` for none."""
+        return None if self.away is None else self.away.optimizer
+
+    @offload_state.setter
+    def offload_state(self, optimizer: Any) -> None:
+        if self.away is None or self.offload is None:
+            raise ValueError(
+                "the parameters of this model are in memory, where any optimizer steps: wrap it "
+                "anew with offload= and offload_state= to have them in a second tier"
+            )
+        self.away.adopt(optimizer)
+        self.offload.coming_bytes = self.away.coming_home_bytes()
+
 
 class Refusal(NamedTuple):
     """Refusal of a kind of step by an engine."""

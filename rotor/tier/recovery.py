@@ -112,6 +112,17 @@ class FinishedSteps:
         wanted, _ = optimizers.unwrapped(optimizer)
         return next((one for one in list(_running) if one._optimizer() is wanted), None)
 
+    def follow(self, optimizer: Optimizer, move: Callable[[Optimizer], None]) -> None:
+        """Record the steps of another optimizer, counted on, once `move` has moved its states."""
+        before, self._optimizer = self._optimizer, weakref.ref(optimizer)
+        try:
+            self._facts(is_checked=True)
+            move(optimizer)
+            self.record(self._step, is_new=False)
+        except BaseException:
+            self._optimizer = before
+            raise
+
     def add(self, objects: dict[str, Any]) -> None:
         """Have the states of further objects in every record, from now on."""
         before = self._objects, self._others

@@ -11,12 +11,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor._pytorch import core, optimizers, pointers
 from rotor.common.frames import warn_caller
@@ -77,7 +78,8 @@ class AwayState:
     ) -> None:
         parameters = list(dict.fromkeys(module.parameters()))
         optimizer, outer = optimizers.unwrapped(optimizer)
-        _check(parameters, optimizer, update)
+        _check_optimizer(parameters, optimizer)
+        _check(parameters, update)
         source = _Source(module, weights, tier)
         check_device(tier, source.device)
         self.tier = tier
@@ -88,17 +90,14 @@ class AwayState:
                 "update out"
             )
         self.module = module
-        self._optimizer = weakref.ref(optimizer)
+        self._adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._shells: dict[int, nn.Parameter] = {}
         self._homes: dict[int, Home] = {}
         self._owners: dict[int, weakref.ref[nn.Parameter]] = {}
         self._expected: set[int] = set()
         self._leaving: list[tuple[Home, tuple[torch.Tensor, Tickets]]] = []
         self.device = source.device
-        self.updates = Updates(tier, is_on_host=self.update == "host")
         self._limit = limit
-        self._metered = 0
-        self._has_warned = False
         self._finished = FinishedSteps.of(module, optimizer, tier)
         if tier.beneath is not None:
             # While there is room for it.
@@ -112,17 +111,61 @@ class AwayState:
                 made = nn.Parameter(source.values_of(parameter), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
         source.fill_buffers()
-        self._keep_all(optimizer)
-        optimizer.register_load_state_dict_post_hook(self._keep_all)
-        optimizers.replace_step(optimizer, _stepping(self), outer)
+        self._lead(optimizer, outer)
         if self._finished is not None:
             self._finished.record(0)
+        _watch()
+        _living.add(self)
 
     def __reduce__(self) -> Any:
         raise TypeError(
             "a model whose parameters are in a second tier cannot be copied or pickled: save "
             "model.state_dict() and optimizer.state_dict(), and wrap a new model"
         )
+
+    def adopt(self, optimizer: Any) -> None:
+        """Have another optimizer in the place of the present one, whose states stay where they are.
+
+        Raises the errors of the class if it does not suit. Nothing has changed.
+        """
+        optimizer, outer = optimizers.unwrapped(optimizer)
+        _check_optimizer(list(self.module.parameters()), optimizer)
+        if self._finished is not None:
+            self._finished.follow(optimizer, self._keep_all)
+        former = self.optimizer
+        self._loaded.remove()
+        if former is not None:
+            vars(former).pop("step", None)
+        self._lead(optimizer, outer)
+
+    def _lead(self, optimizer: Optimizer, outer: list[Any]) -> None:
+        """Have the steps of an optimizer run by the homes, and its states be there."""
+        self._optimizer = weakref.ref(optimizer)
+        self._adopted.add(optimizer)
+        self.updates = Updates(self.tier, is_on_host=self.update == "host")
+        self._metered, self._has_warned = 0, False
+        self._keep_all(optimizer)
+        self._loaded = optimizer.register_load_state_dict_post_hook(self._keep_all)
+        optimizers.replace_step(optimizer, _stepping(self), outer)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Optimizer whose states have homes; ``None`` if it is gone."""
+        return self._optimizer()
+
+    def check_step(self, optimizer: Any) -> None:
+        """Raise RuntimeError if an optimizer would step on parameters that have another one."""
+        inner, _ = optimizers.unwrapped(optimizer)
+        if inner is not self.optimizer and any(
+            self.has(p) and (p.requires_grad or p.grad is not None)
+            for group in getattr(inner, "param_groups", ())
+            for p in group["params"]
+        ):
+            raise RuntimeError(
+                f"this {type(inner).__name__} is not the optimizer that the parameters have in a "
+                "second tier, and its states would stay in memory: have it take over, by "
+                "model.offload_state = optimizer, where model is what rotor.Checkpointable returned"
+            )
 
     def _keep_all(self, optimizer: Optimizer) -> None:
         for state in optimizer.state.values():
@@ -177,12 +220,12 @@ class AwayState:
 
     def has(self, parameter: Any) -> bool:
         """Return whether a parameter has a home."""
-        return id(parameter) in self._shells
+        shell = self._shells.get(id(parameter))
+        return shell is not None and self.parameter_of(shell) is parameter
 
     def resident_bytes(self) -> int:
         """Return the bytes in memory of parameters, their gradients and states, and of buffers."""
-        optimizer = self._optimizer()
-        states: list[Any] = [] if optimizer is None else list(optimizer.state.values())
+        states = [list(optimizer.state.values()) for optimizer in self._adopted]
         tensors = [*self.module.parameters(), *self.module.buffers()]
         tensors += [p.grad for p in self.module.parameters() if p.grad is not None]
         tensors += [t for t in core.tree_flatten(states)[0] if isinstance(t, torch.Tensor)]
@@ -190,7 +233,7 @@ class AwayState:
 
     def bytes_by_name(self) -> dict[str, int]:
         """Return the bytes in the tier and in memory, and those that an update of all moves."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer
         known: Any = {} if optimizer is None else optimizer.state
         away = [p for p in self.module.parameters() if self.has(p)]
         trained = [p for p in away if p.requires_grad]
@@ -209,7 +252,7 @@ class AwayState:
 
     def coming_bytes(self) -> int:
         """Return the bytes of states still to be made that stay in memory."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer
         if optimizer is None:
             return 0
         parameters = self.module.parameters()
@@ -236,7 +279,7 @@ class AwayState:
 
     def _states_to_come(self) -> int:
         """Return the bytes of the states of parameters with homes that do not exist yet."""
-        optimizer, total = self._optimizer(), 0
+        optimizer, total = self.optimizer, 0
         for group in [] if optimizer is None else optimizer.param_groups:
             # Alike parameters of a group have alike states, which are tried once.
             counts: dict[Any, int] = {}
@@ -250,7 +293,7 @@ class AwayState:
 
     def least_update_bytes(self) -> int:
         """Return bytes within which each parameter can be updated, about."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer
         if optimizer is None or (self.update == "host" and self.tier.has_memory):
             return 0
         trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -364,6 +407,21 @@ class AwayState:
             )
 
 
+_living: weakref.WeakSet[AwayState] = weakref.WeakSet()
+
+
+@cache
+def _watch() -> None:
+    """Have other optimizers raise before they step on parameters with homes, from now on."""
+    # The hook stays: one that the garbage collector removes breaks a step that runs its hooks.
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    for state in list(_living):
+        state.check_step(optimizer)
+
+
 def _taken(
     known: weakref.ref[AwayState], owner: weakref.ref[nn.Parameter], gradient: torch.Tensor
 ) -> None:
@@ -465,13 +523,11 @@ def _stepping(state: AwayState) -> Any:
     return step
 
 
-def _check(parameters: Sequence[nn.Parameter], optimizer: Any, update: str | None) -> None:
+def _check_optimizer(parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"offload_state must be an optimizer of torch.optim, got {type(optimizer).__name__}"
         )
-    if update is not None and update not in UPDATES:
-        raise ValueError(f"unknown update {update!r}, expected one of {', '.join(UPDATES)}")
     if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS computes with all parameters at once, and offload_state= updates one after the "
@@ -487,6 +543,11 @@ def _check(parameters: Sequence[nn.Parameter], optimizer: Any, update: str | Non
             f"{exact_bytes(sum(p.nbytes for p in missing))}, are trained and in no group of the "
             "optimizer: give offload_state= the optimizer of all of them, or freeze them"
         )
+
+
+def _check(parameters: Sequence[nn.Parameter], update: str | None) -> None:
+    if update is not None and update not in UPDATES:
+        raise ValueError(f"unknown update {update!r}, expected one of {', '.join(UPDATES)}")
     if any(hasattr(p, "device_mesh") for p in parameters):
         raise ValueError(
             "the parameters are distributed tensors, of which each process holds a part: "

@@ -147,7 +147,7 @@ class Checkpointable(ReportingModule):
         The wrapped model.
     mem_limit
         Limit of a step in bytes, ``None`` before it is known; a new one may have any form.
-    mem_slots, verbosity, loss_tmp_memory_usage, verify, planning, total_limit
+    mem_slots, verbosity, loss_tmp_memory_usage, verify, planning, total_limit, offload_state
         Values of the arguments; new ones, also of `mem_limit`, hold from the next step on.
     preserve_rng_state, engine, loss_fn, backend, counts
         Values of the arguments, which cannot be changed.
@@ -190,6 +190,7 @@ class Checkpointable(ReportingModule):
     planning = Setting(checked_planning)
     counts = Setting()
     offload = Setting()
+    offload_state = Setting(lambda optimizer: optimizer, plan_anew)
 
     def __init__(
         self,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -109,3 +112,145 @@ def test_a_step_is_captured_anew_as_it_runs():
             optimizer.zero_grad(set_to_none=number not in (1, 4))
         assert torch.equal(*losses)
     assert_same(plain, model, *optimizers)
+
+
+def taken_over(one, call, name: str, frozen: int = 0):
+    """Return a new optimizer of a model that freezes some parameters, once it has taken over."""
+    for parameter in list(one.parameters())[:frozen]:
+        parameter.requires_grad_(False)
+    made = OPTIMIZERS[name]([p for p in one.parameters() if p.requires_grad])
+    if call is not one:
+        call.offload_state = made
+        assert call.offload_state is made
+    return made
+
+
+def held(model, *optimizers):
+    """Return parameters, states and settings, with copies of their values."""
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    return [p.detach().clone() for p in model.parameters()], states
+
+
+def assert_unchanged(before, now) -> None:
+    assert all(map(torch.equal, before[0], now[0]))
+    for one, other in zip(before[1], now[1], strict=True):
+        assert one["param_groups"] == other["param_groups"]
+        assert one["state"].keys() == other["state"].keys()
+        for key, state in one["state"].items():
+            assert all(torch.equal(value, other["state"][key][k]) for k, value in state.items())
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("change", [("adamw", 0), ("momentum", 12)], ids=["all", "half"])
+@pytest.mark.parametrize("engine", sorted(MODELS))
+def test_another_optimizer_takes_over(engine, change):
+    """Its states are in the tier, and the former one can come back with the states that it had."""
+    plain, model, limit = pair(engine)
+    olds = [OPTIMIZERS["momentum"](one.parameters()) for one in (plain, model)]
+    chk = wrapped(model, engine, mem_limit=limit, offload_state=olds[1])
+    found: list = [[], []]
+    news = []
+    for losses, old, call, one in zip(found, olds, (plain, chk), (plain, model), strict=True):
+        losses += train(call, one, old, batches(2))
+        news.append(taken_over(one, call, *change))
+        losses += train(call, one, news[-1], batches(2))
+    assert found[0] == found[1]
+    assert_same(plain, model, *news)
+    assert_kept(chk, news[1], limit)
+    assert "step" not in vars(olds[1])
+    for batch in batches(2):
+        plain(*batch).backward()
+        news[0].step()
+        news[0].zero_grad()
+    for parameter in (*plain.parameters(), *model.parameters()):
+        parameter.requires_grad_(True)
+    chk.offload_state = olds[1]
+    losses = [
+        train(call, one, old, batches(2))
+        for call, one, old in ((plain, plain, olds[0]), (chk, model, olds[1]))
+    ]
+    assert losses[0] == losses[1]
+    assert_same(plain, model, *olds)
+    assert_kept(chk, olds[1], limit)
+
+
+@pytest.mark.parametrize("way", ["step", "closure", "scaler", "former"])
+def test_another_optimizer_is_refused(way):
+    """Before it has changed anything; with those of other models nothing happens."""
+    _, model, limit = pair("graph")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    chk = wrapped(model, "graph", mem_limit=limit, offload_state=optimizer)
+    train(chk, model, optimizer, batches(1))
+    other = OPTIMIZERS["adamw"](model.parameters())
+    if way == "former":
+        chk.offload_state = other
+        optimizer, other = other, optimizer
+    chk(*batches(1)[0]).backward()
+    before = held(model, optimizer, other)
+    step = other.step
+    if way == "scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        step = partial(scaler.step, other)
+    if way == "closure":
+        step = partial(step, lambda: pytest.fail("a closure ran"))
+    with pytest.raises(RuntimeError, match=r"model\.offload_state = optimizer"):
+        step()
+    assert_unchanged(before, held(model, optimizer, other))
+    layer = torch.nn.Linear(64, 64)
+    layer(torch.ones(64)).sum().backward()
+    weight = layer.weight.detach().clone()
+    OPTIMIZERS["adamw"](layer.parameters()).step()
+    assert not torch.equal(layer.weight, weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda p: "adamw", TypeError, "must be an optimizer of torch.optim, got str"),
+        (lambda p: None, TypeError, "must be an optimizer of torch.optim, got NoneType"),
+        (lambda p: torch.optim.SGD(p[3:]), ValueError, "3 of .* and in no group"),
+        (lambda p: torch.optim.LBFGS(p), ValueError, "LBFGS computes with all parameters"),
+        (lambda p: torch.optim.SGD(p, differentiable=True), ValueError, "no differentiable"),
+    ],
+)
+def test_an_optimizer_that_does_not_suit_takes_nothing_over(make, error, text):
+    """The present one goes on."""
+    _, model, limit = pair("graph")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    chk = wrapped(model, "graph", mem_limit=limit, offload_state=optimizer)
+    losses = train(chk, model, optimizer, batches(1))
+    before = held(model, optimizer)
+    with pytest.raises(error, match=text):
+        chk.offload_state = make(list(model.parameters()))
+    assert chk.offload_state is optimizer
+    assert_unchanged(before, held(model, optimizer))
+    assert train(chk, model, optimizer, batches(1)) != losses
+
+
+def test_a_model_in_memory_takes_no_optimizer():
+    chk = rotor.Checkpointable(GPT(), mem_limit="1MB")
+    assert chk.offload_state is None
+    with pytest.raises(ValueError, match="in memory, where any optimizer steps"):
+        chk.offload_state = OPTIMIZERS["adamw"](chk.parameters())
+
+
+def test_nothing_is_held_of_a_model_that_is_gone():
+    """Nor of an optimizer that another one has replaced."""
+    _, model, limit = pair("dynamic")
+    first = OPTIMIZERS["adamw"](model.parameters())
+    chk = wrapped(model, "dynamic", mem_limit=limit, offload_state=first)
+    train(chk, model, first, batches(1))
+    tier = chk.offload.tier
+    taken = tier.taken_bytes
+    chk.offload_state = second = OPTIMIZERS["sgd"](model.parameters())
+    gone = [weakref.ref(first), weakref.ref(model)]
+    del first
+    gc.collect()
+    assert gone[0]() is None
+    assert tier.taken_bytes < taken
+    train(chk, model, second, batches(1))
+    del chk, model, second
+    gc.collect()
+    assert gone[1]() is None

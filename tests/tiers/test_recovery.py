@@ -461,6 +461,42 @@ def test_what_no_record_can_hold_is_refused(tmp_path):
     assert recovery.newest(tmp_path).facts["state"]["model"]["_extra_state"] == {"a": 1}
 
 
+def test_another_optimizer_takes_over_the_record(tmp_path, monkeypatch):
+    """Steps are counted on; nothing changes if it cannot be recorded, or the disk is full."""
+    plain, known = killed_runs.made()
+    model, optimizer = killed_runs.made()
+    (tmp_path / "run").mkdir()
+    chk = wrapped(model, optimizer, f"disk:{tmp_path / 'run'}")
+    others = [optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (plain, model)]
+    train(plain, plain, known, range(2))
+    train(chk, model, optimizer, range(2))
+    odd = optim.SGD([{"params": model.parameters(), "held": threading.Lock}], lr=0.1)
+    with pytest.raises(ValueError, match="cannot be recorded in the folder"):
+        chk.offload_state = odd
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", full)
+        with pytest.raises(TransferError, match="record of a finished step could not be written"):
+            chk.offload_state = others[1]
+    assert chk.offload_state is optimizer
+    train(plain, plain, known, range(2, 3))
+    train(chk, model, optimizer, range(2, 3))
+    chk.offload_state = others[1]
+    for steps in (3, 4):
+        state = recover(shutil.copytree(tmp_path / "run", tmp_path / f"copy{steps}"))
+        assert state["step"] == steps
+        assert_equal(state["model"], plain.state_dict())
+        assert_equal(state["optimizer"], others[0].state_dict())
+        train(plain, plain, others[0], range(3, 4))
+        train(chk, model, others[1], range(3, 4))
+    with pytest.raises(ValueError, match="no record of its steps"):
+        keep(optimizer, order=torch.Generator())
+    keep(others[1], order=torch.Generator())
+
+
 def test_forms_and_types_come_back(tmp_path):
     """Files that go through the page cache too; a copy of a folder between steps is a folder."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -15,11 +16,14 @@ accelerate = pytest.importorskip("accelerate")
 
 
 def test_an_optimizer_that_accelerate_has_wrapped_steps_as_before():
-    """Accumulation, clipping, a scaler and a scheduler that was made before are its own."""
+    """Accumulation, clipping, a scaler and a scheduler that was made before are its own.
+
+    Also where it takes over from another one.
+    """
     scaled = accelerate.optimizer.AcceleratedOptimizer
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
 
-    def trained(*, is_away: bool, scaler: torch.amp.GradScaler | None):
+    def trained(*, is_away: bool, scaler: torch.amp.GradScaler | None, takes_over=False):
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
@@ -28,8 +32,11 @@ def test_an_optimizer_that_accelerate_has_wrapped_steps_as_before():
         outer = (
             accelerator.prepare(optimizer) if scaler is None else scaled(optimizer, scaler=scaler)
         )
-        settings = {"mem_limit": "1MiB", "offload": "disk", "offload_state": outer}
+        first = torch.optim.SGD(model.parameters()) if takes_over else outer
+        settings = {"mem_limit": "1MiB", "offload": "disk", "offload_state": first}
         call = rotor.Checkpointable(model, **settings) if is_away else model
+        if takes_over:
+            call.offload_state = outer
         losses = []
         for number in range(4):
             with accelerator.accumulate(model):
@@ -44,11 +51,14 @@ def test_an_optimizer_that_accelerate_has_wrapped_steps_as_before():
                 outer.zero_grad()
         return losses, model, optimizer
 
-    for scaler in (None, torch.amp.GradScaler("cpu")):
+    scalers = None, torch.amp.GradScaler("cpu")
+    for scaler, takes_over in itertools.product(scalers, (False, True)):
         expected, plain, one = trained(is_away=False, scaler=copy.deepcopy(scaler))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found, model, other = trained(is_away=True, scaler=scaler)
+            found, model, other = trained(
+                is_away=True, scaler=copy.deepcopy(scaler), takes_over=takes_over
+            )
         assert found == expected
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(p, q)
