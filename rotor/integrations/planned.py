@@ -154,10 +154,12 @@ class PlannedForward:
     def take(self, optimizer: Any) -> None:
         """Have parameters, gradients and the states of an optimizer live in the second tier.
 
+        It takes over from that of an earlier training.
+
         Raises
         ------
         TypeError, ValueError
-            Errors of `rotor.Checkpointable`; they live there with another optimizer already.
+            Errors of `rotor.Checkpointable`.
         """
         known = self._settings["offload_state"]
         if known is True:
@@ -168,12 +170,8 @@ class PlannedForward:
             except BaseException:
                 self._settings["offload_state"] = True
                 raise
-        elif unwrapped(known)[0] is not unwrapped(optimizer)[0]:
-            raise ValueError(
-                "the parameters are in a second tier with the optimizer of an earlier training, "
-                "and this one has another: train on with the same, or load model.state_dict() "
-                "into a new model"
-            )
+        elif self._model is not None and unwrapped(known)[0] is not unwrapped(optimizer)[0]:
+            self._model.offload_state = self._settings["offload_state"] = optimizer
 
     def install(self) -> None:
         """Have the module's training forwards planned from now on.

@@ -211,9 +211,15 @@ def test_the_optimizer_of_a_trainer_is_in_a_second_tier(tmp_path):
     begun = str(tmp_path / "rotor" / "checkpoint-1")
     train(resumed, tmp_path / "resumed", RotorCallback(2_000_000, **settings), resume=begun)
     assert same_weights(resumed, plain)
-    second.optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="with the optimizer of an earlier training"):
-        second.train()
+    # A further training with an optimizer of its own.
+    for trainer, net in ((first, plain), (second, model)):
+        trainer.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        trainer.lr_scheduler = None
+        torch.manual_seed(0)
+        trainer.train()
+    assert losses(first) == losses(second)
+    assert same_weights(plain, model)
+    assert limit.model.homes["states"] == limit.model.homes["gradients"] > 0
 
 
 @pytest.mark.parametrize("arguments, message", [({"torch_compile": True}, 'backend="inductor"')])
