@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
+from rotor.engines.graph import capture
 from rotor.memory import meter
 
 LIMIT = 700_000
@@ -51,10 +52,10 @@ def pair(name: str):
     return plain, copy.deepcopy(plain)
 
 
-def compare(name: str, way: str = "plain", optimizer: str = "adamw", limit: int = LIMIT):
+def compare(name: str, way: str = "plain", optimizer: str = "adamw", limit: int = LIMIT, data=None):
     """Train both, and compare; then see that steps keep the limit. Return the wrapped model."""
     plain, model = pair(name)
-    data = batches()
+    data = data or batches()
     one, other = (OPTIMIZERS[optimizer](groups(m, way)) for m in (plain, model))
     expected = train(plain, plain, one, data, way)
     chk = rotor.Checkpointable(model, mem_limit=limit, offload="disk", offload_state=other)
@@ -79,6 +80,23 @@ def compare(name: str, way: str = "plain", optimizer: str = "adamw", limit: int 
 @pytest.mark.parametrize(("name", "way"), [("dropout", "plain"), ("shared", "accumulation")])
 def test_training_is_that_of_the_plain_model(name, way):
     compare(name, way)
+
+
+def test_all_lengths_share_captures(monkeypatch):
+    captured, lower = [], capture.lower
+
+    def noted(*given, **settings):
+        captured.append(lower(*given, **settings))
+        return captured[-1]
+
+    monkeypatch.setattr(capture, "lower", noted)
+    lengths = (32, 24, 28, 17, 20, 30)
+    data = [batch for length in lengths for batch in batches(1, length)]
+    chk, _ = compare("dropout", "accumulation", data=data)
+    # Three blocks at the first length, and with symbols.
+    assert len(captured) == 6
+    chk(*batches(1, 19)[0]).backward()
+    assert len(captured) == 6
 
 
 def test_frozen_parameters_evaluation_and_hooks():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class Captures:
         self._failures: dict[Any, str] = {}
         self.kinds: dict[Any, Kind] = {}
         """Captured graphs, by their id and, if others share them, the sizes of the call."""
-        self._shares_shapes = shares_shapes and away is None
+        self._shares_shapes = shares_shapes
         self._orders: dict[Any, dict[Any, Any]] = {}
         self._families = Families()
         self._alone: dict[int, list[Alone]] = {}
@@ -79,9 +78,7 @@ class Captures:
             if shaped is not None:
                 return shaped
         tried = [self._captures[key]] if key in self._captures else []
-        home_of = None if self.away is None else self.away.home_of
-        new = Capture(fresh(_run), folds=False, home_of=home_of, is_part=True)
-        for capture in [*tried, new]:
+        for capture in [*tried, self._new_capture(folds=False)]:
             capture.forget_programs()
             try:
                 with in_place(self.away, module):
@@ -101,6 +98,10 @@ class Captures:
         self._failures[key] = reason
         return reason
 
+    def _new_capture(self, **options: Any) -> Capture:
+        home_of = None if self.away is None else self.away.home_of
+        return Capture(fresh(_run), home_of=home_of, is_part=True, **options)
+
     def refresh(self, kinds: Iterable[Kind]) -> None:
         """Search again for programs of graphs in which an operation gave other bits."""
         for kind in kinds:
@@ -117,41 +118,46 @@ class Captures:
         return kind.with_existing(module, existing, self._options)
 
     def _family(self, key: Any, module: nn.Module, arguments: tuple[Any, Any]) -> Family:
-        return self._families.joined((*key[1], key[0]), module, (*arguments, ()))
+        return self._families.joined((*key[-1], *key[:-1]), module, (*arguments, ()))
 
     def _shaped(self, key: Any, module: nn.Module, arguments: tuple[Any, Any]) -> Kind | None:
         """Return a graph that shapes share, at the shape of a call; ``None`` without one."""
         family = self._family(key, module, arguments)
         shapes = shapes_of(core.tree_flatten(arguments)[0])
         differing = family.differing(shapes)
-        family.shapes[key[1]] = shapes
+        family.shapes[key[-1]] = shapes
         if not differing or family.refusal:
             return None
-        make = partial(Capture, fresh(_run), is_part=True)
+        given = (*arguments, ())
         try:
-            found = family.reach(make, module, arguments, (*arguments, ()), differing)
+            with in_place(self.away, module):
+                found = family.reach(self._new_capture, module, arguments, given, differing)
         except NothingToPlan:
             return None
         if found is None:
             return None
         try:
-            step, _ = family.step(
+            shaped, _ = family.step(
                 found,
                 slots_of(module),
                 arguments,
                 self.device,
                 lambda lowered: self._price(lowered, self.device, found.primals),
                 self._alone.get(id(family), []),
+                state=self.away,
+                is_whole=False,
                 loss_captured=False,
                 offload=self.offload,
                 releases_outputs=True,
             )
         finally:
             found.drop()
+        lacking = [True] * len(slots_of(module))
+        step = shaped.variant(shaped.existing_among(lacking), frozenset())
         place = (id(step.captured), step.values)
         if place not in self.kinds:
             alike = [kind.orders for kind in self.kinds.values() if kind.captured is step.captured]
-            self.kinds[place] = Kind(step, alike[0] if alike else {})
+            self.kinds[place] = Kind(step, alike[0] if alike else {}, away=self.away)
             self.kinds[place].find_programs(self._options)
         return self.kinds[place]
 
@@ -193,7 +199,7 @@ class Captures:
                 kind.find_programs(self._options)
                 if self._shares_shapes:
                     family = self._family(key, module, arguments)
-                    alone = (family.shapes[key[1]], captured.lowered, costs)
+                    alone = (family.shapes[key[-1]], captured.lowered, costs)
                     self._alone.setdefault(id(family), []).append(alone)
         finally:
             found.drop()
