@@ -52,10 +52,10 @@ def pair(name: str):
     return plain, copy.deepcopy(plain)
 
 
-def compare(name: str, way: str = "plain", optimizer: str = "adamw", limit: int = LIMIT, data=None):
+def compare(name: str, way: str = "plain", optimizer: str = "adamw", limit: int = LIMIT):
     """Train both, and compare; then see that steps keep the limit. Return the wrapped model."""
     plain, model = pair(name)
-    data = data or batches()
+    data = batches()
     one, other = (OPTIMIZERS[optimizer](groups(m, way)) for m in (plain, model))
     expected = train(plain, plain, one, data, way)
     chk = rotor.Checkpointable(model, mem_limit=limit, offload="disk", offload_state=other)
@@ -82,6 +82,19 @@ def test_training_is_that_of_the_plain_model(name, way):
     compare(name, way)
 
 
+def train_both(lengths, limit: int):
+    """Train both on batches of some lengths, and compare; return the wrapped model."""
+    plain, model = pair("dropout")
+    data = [batch for length in lengths for batch in batches(1, length)]
+    one, other = (OPTIMIZERS["adamw"](m.parameters()) for m in (plain, model))
+    expected = train(plain, plain, one, data, "accumulation")
+    chk = rotor.Checkpointable(model, mem_limit=limit, offload="disk", offload_state=other)
+    assert train(chk, model, other, data, "accumulation") == expected
+    assert_same(plain, model, one, other)
+    assert chk.plan.engine == "parts"
+    return chk
+
+
 def test_all_lengths_share_captures(monkeypatch):
     captured, lower = [], capture.lower
 
@@ -90,13 +103,30 @@ def test_all_lengths_share_captures(monkeypatch):
         return captured[-1]
 
     monkeypatch.setattr(capture, "lower", noted)
-    lengths = (32, 24, 28, 17, 20, 30)
-    data = [batch for length in lengths for batch in batches(1, length)]
-    chk, _ = compare("dropout", "accumulation", data=data)
+    chk = train_both((32, 24, 28, 17, 20, 30), 900_000)
     # Three blocks at the first length, and with symbols.
     assert len(captured) == 6
     chk(*batches(1, 19)[0]).backward()
     assert len(captured) == 6
+
+
+class Foreign(test_larger.Block):
+    """Block with a tensor that is no parameter, and gets a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.extra[0]
+
+
+def test_a_part_that_cannot_be_planned_is_left_out_at_all_lengths(monkeypatch):
+    begin = Breaking.__init__
+
+    def made(self, **settings) -> None:
+        begin(self, **settings)
+        self.blocks[1].__class__ = Foreign
+        self.blocks[1].extra = [torch.ones(64, requires_grad=True)]
+
+    monkeypatch.setattr(Breaking, "__init__", made)
+    train_both((32, 24, 28), 900_000)
 
 
 def test_frozen_parameters_evaluation_and_hooks():

@@ -150,6 +150,10 @@ class Captures:
                 offload=self.offload,
                 releases_outputs=True,
             )
+        except CannotPlan as error:
+            # A capture of this shape alone is refused for the same reason, which is kept.
+            release(error)
+            return None
         finally:
             found.drop()
         lacking = [True] * len(slots_of(module))
