@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, BinaryIO
@@ -255,13 +256,13 @@ def _eager() -> Iterator[None]:
 @contextmanager
 def _states_counted(session: Session) -> Iterator[None]:
     """Count copies of the CPU generator's state that code takes, as ``fork_rng`` does."""
-    original = torch.get_rng_state
+    original, known = torch.get_rng_state, weakref.ref(session)
 
     @functools.wraps(original)
     def get_rng_state() -> torch.Tensor:
-        if current() is not session:
-            return original()
-        return session.copied_state(original)
+        # Dynamo, first imported in such a context, keeps this function.
+        here = current()
+        return original() if here is None or here is not known() else here.copied_state(original)
 
     homes = (torch, torch.random)
     try:
