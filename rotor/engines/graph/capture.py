@@ -424,7 +424,7 @@ class Capture:
             raise Unplanned(captured, list(args))
         self.ran = captured
         # Checks that come in order add inputs to the model's: such a call does not run again.
-        is_models = len(args) == len(captured.lowered.primals)
+        is_models = len(args) == captured.lowered.first_terms
         if self.leaves is not None and is_models and captured.are_whole:
             leaves = [*compress(args, captured.are_differentiable)]
             original = getattr(emitted, "original", None)
@@ -452,7 +452,7 @@ class Capture:
         if is_passed:
             if isinstance(run, Delivery):
                 run.forget()
-            return (None,) * len(captured.lowered.primals)
+            return (None,) * captured.lowered.first_terms
         if owner is not None and core.splits_backward(owner.parameters()):
             raise RuntimeError(SPLIT_BACKWARD)
         withheld: frozenset[int] = frozenset()
@@ -561,7 +561,7 @@ class Capture:
         backward = _stub(
             module,
             [*saved, token, *lowered.tangents, *tokens],
-            [*lowered.gradients[: len(lowered.primals)], *tokens],
+            [*lowered.gradients[: lowered.first_terms], *tokens],
         )
         module.graph.erase_node(token)
         self.graphs.append(

@@ -152,8 +152,13 @@ class Lowered:
 
     def primal_of(self, gradient: int) -> int:
         """Return the number of a gradient's primal."""
-        count = len(self.primals)
+        count = self.first_terms
         return gradient if gradient < count else self.further[gradient - count]
+
+    @property
+    def first_terms(self) -> int:
+        """Number of gradients without further terms; a check's input of the forward has none."""
+        return len(self.gradients) - len(self.further)
 
     def drop_preferences(self) -> bool:
         """Let operations run again that prefer not to; return whether an operation did."""
