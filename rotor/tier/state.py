@@ -97,6 +97,7 @@ class AwayState:
         self._expected: set[int] = set()
         self._leaving: list[tuple[Home, tuple[torch.Tensor, Tickets]]] = []
         self.device = source.device
+        self.updates = Updates(tier, is_on_host=self.update == "host")
         self._limit = limit
         self._finished = FinishedSteps.of(module, optimizer, tier)
         if tier.beneath is not None:
@@ -111,6 +112,7 @@ class AwayState:
                 made = nn.Parameter(source.values_of(parameter), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
         source.fill_buffers()
+        self._keep_all(optimizer)
         self._lead(optimizer, outer)
         if self._finished is not None:
             self._finished.record(0)
@@ -130,21 +132,22 @@ class AwayState:
         """
         optimizer, outer = optimizers.unwrapped(optimizer)
         _check_optimizer(list(self.module.parameters()), optimizer)
-        if self._finished is not None:
+        if self._finished is None:
+            self._keep_all(optimizer)
+        else:
             self._finished.follow(optimizer, self._keep_all)
         former = self.optimizer
         self._loaded.remove()
         if former is not None:
             vars(former).pop("step", None)
+        self.updates = Updates(self.tier, is_on_host=self.update == "host")
         self._lead(optimizer, outer)
 
     def _lead(self, optimizer: Optimizer, outer: list[Any]) -> None:
-        """Have the steps of an optimizer run by the homes, and its states be there."""
+        """Have the steps of an optimizer, whose states are at home, run by the homes."""
         self._optimizer = weakref.ref(optimizer)
         self._adopted.add(optimizer)
-        self.updates = Updates(self.tier, is_on_host=self.update == "host")
         self._metered, self._has_warned = 0, False
-        self._keep_all(optimizer)
         self._loaded = optimizer.register_load_state_dict_post_hook(self._keep_all)
         optimizers.replace_step(optimizer, _stepping(self), outer)
 
