@@ -193,14 +193,7 @@ def budget(
     session.count_slack()
     failed = True
     try:
-        with (
-            _entered(session),
-            _eager(),
-            _states_counted(session),
-            guarded(session) if guard else nullcontext(),
-            session.paths,
-            session,
-        ):
+        with running(session, guard=guard):
             yield session
         failed = False
     finally:
@@ -275,13 +268,13 @@ def _states_counted(session: Session) -> Iterator[None]:
 
 
 @contextmanager
-def running(session: Session) -> Iterator[None]:
+def running(session: Session, *, guard: bool = True) -> Iterator[None]:
     """Enter a session that may be entered again; it is not closed in the end."""
     with (
         _entered(session),
         _eager(),
         _states_counted(session),
-        guarded(session),
+        guarded(session) if guard else nullcontext(),
         session.paths,
         session,
     ):
