@@ -53,17 +53,17 @@ def wrapped(kind: str, **settings):
 def test_all_lengths_share_one_capture(way, kind, settings):
     losses, plain, optimizer = expected(way, kind)
     chk, model, mine = wrapped(kind, **settings)
-    peaks = []
+    plans = []
 
     def call(*batch):
         loss = chk(*batch)
-        peaks.append(chk.plan)
+        plans.append(chk.plan)
         return loss
 
     assert train(call, model, mine, batches(), way) == losses
     assert_same(plain, model, optimizer, mine)
-    assert {plan.engine for plan in peaks} == {"graph"}
-    measured = [p.measured_bytes for p in peaks if p.measured_bytes is not None]
+    assert {plan.engine for plan in plans} == {"graph"}
+    measured = [p.measured_bytes for p in plans if p.measured_bytes is not None]
     assert measured
     assert max(measured) <= LIMIT
     shapes = len(set(LENGTHS))

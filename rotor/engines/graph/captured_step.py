@@ -174,11 +174,8 @@ class CapturedStep:
 
     @property
     def hands_over(self) -> bool:
-        """True if gradients leave by nodes of ours: early, to be added to existing ones, or in
-        terms.
-        """
-        is_in_terms = bool(self.lowered.further)
-        return is_in_terms or any(task.gradients for task in self.lowered.tasks)
+        """True if gradients leave by nodes of ours: early, to be added to others, or in terms."""
+        return bool(self.lowered.further) or any(task.gradients for task in self.lowered.tasks)
 
     @property
     def total(self) -> int:

@@ -156,8 +156,7 @@ class Captures:
             return None
         finally:
             found.drop()
-        lacking = [True] * len(slots_of(module))
-        step = shaped.variant(shaped.existing_among(lacking), frozenset())
+        step = _leaving(shaped, module)
         place = (id(step.captured), step.values)
         if place not in self.kinds:
             alike = [kind.orders for kind in self.kinds.values() if kind.captured is step.captured]
@@ -196,7 +195,7 @@ class Captures:
                 )
                 slots = slots_of(module)
                 step.away = Away.of(self.away, captured.lowered, owners, slots, is_whole=False)
-                step = step.variant(step.existing_among([True] * len(slots)), frozenset())
+                step = _leaving(step, module)
                 orders = self._orders.setdefault((key[1:], len(captured.lowered.tasks)), {})
                 kind = Kind(step, {} if self.away is None else orders, away=self.away)
                 self.kinds[id(captured)] = kind
@@ -212,6 +211,11 @@ class Captures:
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
+
+
+def _leaving(step: CapturedStep, module: nn.Module) -> CapturedStep:
+    """Return a part's step in which the gradients with homes leave, and no others exist."""
+    return step.variant(step.existing_among([True] * len(slots_of(module))), frozenset())
 
 
 def _shape_of(module: nn.Module) -> Any:
