@@ -209,6 +209,10 @@ class Tier(ABC):
         """Return the bytes of an area that a buffer takes, also in the tier beneath."""
         return _core.tier_room(self.alignment_bytes, nbytes)
 
+    def fetched_bytes(self, nbytes: int) -> int:
+        """Return the bytes of memory to which so many are fetched, at any address."""
+        return nbytes + self.alignment_bytes - 1
+
     def close(self) -> None:  # noqa: B027
         """Give up the place; by default nothing has to be done."""
 

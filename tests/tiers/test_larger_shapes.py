@@ -10,6 +10,7 @@ from tiers.test_larger import GPT, OPTIMIZERS, assert_same, train
 from torch.nn import functional as F
 
 import rotor
+from rotor.tier.homes import AwayTensor
 
 LENGTHS = (32, 24, 40, 17, 32, 24, 48, 28)
 LIMIT = 750_000
@@ -110,3 +111,14 @@ def test_the_need_of_a_loss_grows_with_the_length_and_not_with_parameters(limit)
         F.cross_entropy(chk(words).flatten(0, 1), targets.flatten()).backward()
         assert chk.plan.measured_bytes <= limit
     assert "share 1 captured graph" in chk.report()
+
+
+def test_gradients_are_added_in_memory_with_room_for_the_alignment():
+    chk, *_ = wrapped("adamw", planning="before")
+    for batch in batches((32, 32)):
+        chk(*batch).backward()
+    operations = chk.plan.program.graph.operations
+    room = {op.workspace_bytes for op in operations if op.name.startswith("accumulate")}
+    homes = [p.home for p in chk.module.parameters() if isinstance(p, AwayTensor)]
+    assert homes[0].tier.alignment_bytes > 1
+    assert room == {home.nbytes + home.tier.alignment_bytes - 1 for home in homes}

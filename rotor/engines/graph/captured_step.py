@@ -100,8 +100,7 @@ class CapturedStep:
             self.lowered = replace(self.lowered, storages=storages)
 
     def _with_handovers(self, costs: list[Cost]) -> tuple[Lowered, list[Cost]]:
-        settle = None if self.away is None else self.away.settle
-        return with_handovers(self.captured.lowered, costs, self.existing, settle)
+        return with_handovers(self.captured.lowered, costs, self.existing, self.away)
 
     def _without_absent(self, costs: list[Cost]) -> list[Cost]:
         """Return costs with tangents of no bytes where they are absent."""

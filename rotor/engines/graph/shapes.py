@@ -94,8 +94,7 @@ class _Variant:
     ) -> None:
         self.lowered, priced = lowered, list(costs)
         if existing:
-            settle = None if away is None else away.settle
-            self.lowered, priced = with_handovers(lowered, costs, existing, settle)
+            self.lowered, priced = with_handovers(lowered, costs, existing, away)
         numbers = {id(task): k for k, task in enumerate(lowered.tasks)}
         self.origin = np.array([numbers.get(id(t), -1) for t in self.lowered.tasks])
         self.made = [list(task.made.values()) for task in self.lowered.tasks]

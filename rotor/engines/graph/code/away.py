@@ -23,6 +23,8 @@ class Away:
     """Function that waits until the ones that have left are there."""
     standing: Standing
     """Tensors that stand for the parameters."""
+    fetched_bytes: Callable[[int], int]
+    """Function that returns the memory that a gradient of so many bytes is fetched to."""
 
     @classmethod
     def of(
@@ -60,4 +62,5 @@ class Away:
             is_used = not leaving.isdisjoint((*task.inputs, *task.made.values()))
             task.once |= is_used and task.node is not None
         expect = state.expect if is_whole else None
-        return cls(frozenset(found), state.settle, Standing(state.parameter_of, expect))
+        standing = Standing(state.parameter_of, expect)
+        return cls(frozenset(found), state.settle, standing, state.tier.fetched_bytes)

@@ -24,7 +24,6 @@ from rotor._pytorch import core
 from rotor.common.substitutes import exchanged, substituted
 from rotor.engines.graph.code.actions import Kind, actions_of, deaths
 from rotor.engines.graph.code.emit import Emitted, emit
-from rotor.engines.graph.code.handover import sharing
 from rotor.engines.graph.code.offloading import Layout, Places
 from rotor.engines.graph.code.pricing import Pooling
 from rotor.engines.graph.code.proving import Prover
@@ -101,6 +100,22 @@ def owners_of(
             return None
         found[index] = owner
     return found
+
+
+def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], list[int]]]:
+    """Return gradients grouped by shared memory: the storages and gradients of each group."""
+    together: list[tuple[set[int], list[int]]] = []
+    for index in indices:
+        storages = set(lowered.values[lowered.gradients[index]].storages)
+        joined = [group for group in together if group[0] & storages]
+        together = [group for group in together if not group[0] & storages]
+        together.append(
+            (
+                storages.union(*(group[0] for group in joined)),
+                [*(i for group in joined for i in group[1]), index],
+            )
+        )
+    return together
 
 
 def delivery_groups(

@@ -6,44 +6,30 @@ temporary: after the last operation that needs its memory comes an operation tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rotor.common.accounting import HANDOVERS
+from rotor.engines.graph.code.away import Away
+from rotor.engines.graph.code.early import sharing
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.lowering import Lowered, Task
-
-
-def sharing(lowered: Lowered, indices: Collection[int]) -> list[tuple[set[int], list[int]]]:
-    """Return gradients grouped by shared memory: the storages and gradients of each group."""
-    together: list[tuple[set[int], list[int]]] = []
-    for index in indices:
-        storages = set(lowered.values[lowered.gradients[index]].storages)
-        joined = [group for group in together if group[0] & storages]
-        together = [group for group in together if not group[0] & storages]
-        together.append(
-            (
-                storages.union(*(group[0] for group in joined)),
-                [*(i for group in joined for i in group[1]), index],
-            )
-        )
-    return together
 
 
 def with_handovers(
     lowered: Lowered,
     costs: Sequence[Cost],
     existing: Collection[int],
-    settle: Callable[[], None] | None = None,
+    away: Away | None = None,
     most: int = HANDOVERS,
 ) -> tuple[Lowered, list[Cost]]:
     """Return the operations of a step in which some gradients exist, and their costs.
 
     `lowered` and `costs` are for a step in which every gradient is new. Temporary gradients are
     handed over together, as soon as they have 1 / `most` of the bytes of all of them. Gradients in
-    memory of an output, or of a new gradient, stay as they were. With `settle`, gradients leave
+    memory of an output, or of a new gradient, stay as they were. With `away`, gradients leave
     for a second tier: each handover waits for the transfers of the one before it, whose gradients
-    are in memory until then. They are added to earlier values one by one, in memory of their own.
+    are in memory until then. They are added to earlier values one by one, which are fetched.
     """
     staying = set(lowered.tasks[lowered.loss].inputs)
     for index, gradient in enumerate(lowered.gradients):
@@ -63,6 +49,7 @@ def with_handovers(
     )
     sizes = [size for size, _ in lowered.storages]
     total = sum(sizes[s] for *_, storages in timed for s in storages)
+    settle = None if away is None else away.settle
     after: dict[int, list[Task]] = {}
     leaving: list[int] = []
     indices: list[int] = []
@@ -106,8 +93,9 @@ def with_handovers(
         priced.append(cost)
         for added in after.get(number, ()):
             tasks.append(added)
-            fetched = [_bytes_of(lowered, index) for index in added.gradients if settle is not None]
-            priced.append(Cost(0, max(fetched, default=0)))
+            added_bytes = [_bytes_of(lowered, index) for index in added.gradients]
+            fetched = 0 if away is None else max(map(away.fetched_bytes, added_bytes), default=0)
+            priced.append(Cost(0, fetched))
     temporary = {s for added in after.values() for task in added for s in task.inputs}
     pinned = [(size, pin and s not in temporary) for s, (size, pin) in enumerate(lowered.storages)]
     return replace(lowered, tasks=tasks, storages=pinned), priced

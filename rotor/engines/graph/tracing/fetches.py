@@ -27,7 +27,8 @@ class Fetch:
 
     def __repr__(self) -> str:
         """Return the name by which costs are kept."""
-        return f"fetch({self.home.dtype}, {tuple(self.home.shape)}, {self.home.tier!r})"
+        tier = f"{self.home.tier!r}, {self.home.tier.alignment_bytes}"
+        return f"fetch({self.home.dtype}, {tuple(self.home.shape)}, {tier})"
 
     def __deepcopy__(self, memo: Any) -> Fetch:
         return self
