@@ -120,5 +120,4 @@ def test_gradients_are_added_in_memory_with_room_for_the_alignment():
     operations = chk.plan.program.graph.operations
     room = {op.workspace_bytes for op in operations if op.name.startswith("accumulate")}
     homes = [p.home for p in chk.module.parameters() if isinstance(p, AwayTensor)]
-    assert homes[0].tier.alignment_bytes > 1
     assert room == {home.nbytes + home.tier.alignment_bytes - 1 for home in homes}
