@@ -234,6 +234,10 @@ class AwayState:
         tensors += [t for t in core.tree_flatten(states)[0] if isinstance(t, torch.Tensor)]
         return allocator.storage_bytes([t for t in tensors if t.device == self.device])
 
+    def owned_bytes(self) -> int:
+        """Return the bytes in memory of what the model owns, states still to be made included."""
+        return self.resident_bytes() + self.coming_bytes()
+
     def bytes_by_name(self) -> dict[str, int]:
         """Return the bytes in the tier and in memory, and those that an update of all moves."""
         optimizer = self.optimizer
@@ -248,7 +252,7 @@ class AwayState:
             "parameters": sum(p.nbytes for p in away),
             "gradients": gradients,
             "states": states,
-            "resident": self.resident_bytes() + self.coming_bytes(),
+            "resident": self.owned_bytes(),
             "update_reads": is_moved * (2 * gradients + states),
             "update_writes": is_moved * (gradients + states),
         }

@@ -72,7 +72,7 @@ class Limits:
     def owned_bytes(self) -> int:
         """Bytes in memory of what the model owns, where the limit counts them."""
         away = self._settings.away
-        return 0 if away is None else away.resident_bytes() + away.coming_bytes()
+        return 0 if away is None else away.owned_bytes()
 
     def whole(self, curve: Curve) -> Curve:
         """Return a curve of steps as one of limits, which count what the model owns."""

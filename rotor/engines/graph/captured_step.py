@@ -43,6 +43,11 @@ from rotor.graph.program import Program
 from rotor.tier.offload import Homes, Offload
 
 
+def homes_of(offload: Offload | None, away: Away | None, device: torch.device) -> Homes | None:
+    """Return the links to the homes of a step's parameters; ``None`` where they are here."""
+    return None if offload is None or away is None else offload.homes(device)
+
+
 @dataclass
 class CapturedStep:
     """Facts on one kind of step: its operations and their costs."""
@@ -193,8 +198,7 @@ class CapturedStep:
     @property
     def homes(self) -> Homes | None:
         """Links to the homes of its parameters; ``None`` where they are here."""
-        is_here = self.offload is None or self.away is None
-        return None if is_here else self.offload.homes(self.device)  # type: ignore[union-attr]
+        return homes_of(self.offload, self.away, self.device)
 
     @property
     def link(self) -> Link | None:

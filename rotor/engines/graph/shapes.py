@@ -20,7 +20,7 @@ from rotor._pytorch import symbols
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.engines.graph.capture import Captured
-from rotor.engines.graph.captured_step import CapturedStep
+from rotor.engines.graph.captured_step import CapturedStep, homes_of
 from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.code.handover import with_handovers
@@ -250,9 +250,7 @@ class SymbolicGraph:
             costs = self.costs(self.fits.points[-1].values)
             self._variants = {k: v for k, v in self._variants.items() if k[1] == key[1]}
             link = None if self.offload is None else self.offload.known_link(self.device)
-            homes = None
-            if self.offload is not None and self.away is not None:
-                homes = self.offload.homes(self.device)
+            homes = homes_of(self.offload, self.away, self.device)
             self._variants[key] = _Variant(
                 lowered, costs, existing, self._known, link, self.away, homes
             )
