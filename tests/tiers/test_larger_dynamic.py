@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 import warnings
 from functools import partial
 
@@ -193,3 +195,54 @@ def test_a_limit_that_steps_keep_is_accepted_before_the_first(name):
     chk = rotor.Checkpointable(model, engine="dynamic", **settings)
     chk.measure(*batches()[0])
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Waiting(Asking):
+    """Model whose forward sets an event, and waits for another one."""
+
+    events = threading.Event(), threading.Event()
+
+    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        begun, other = self.events
+        begun.set()
+        other.wait(10)
+        time.sleep(0.1)
+        return super().forward(words, targets)
+
+
+def test_steps_in_two_threads_leave_fetches_as_they_were():
+    """The second one's step begins while the first one's runs, and waits for it."""
+    owner = GPT()
+    rotor.Checkpointable(
+        owner,
+        mem_limit="4 MB",
+        offload="disk",
+        offload_state=OPTIMIZERS["adamw"](owner.parameters()),
+    )
+
+    def fetched_bytes() -> int:
+        with torch.no_grad(), meter("cpu") as m:
+            owner.head.weight.sum()
+        return m.peak_bytes
+
+    first, second = (
+        rotor.Checkpointable(make(), mem_limit="4 MB", engine="dynamic")
+        for make in (Waiting, Asking)
+    )
+    (batch,), expected = batches(1), fetched_bytes()
+    begun, other = Waiting.events
+
+    def follow() -> None:
+        begun.wait(10)
+        other.set()
+        second(*batch).backward()
+
+    threads = [
+        threading.Thread(target=follow),
+        threading.Thread(target=lambda: first(*batch).backward()),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fetched_bytes() == expected

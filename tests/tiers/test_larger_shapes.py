@@ -41,8 +41,7 @@ def wrapped(kind: str, **settings):
     return rotor.Checkpointable(model, offload_state=optimizer, **settings), model, optimizer
 
 
-# A first step at a length, where gradients exist, may show needs that its warning names.
-@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.filterwarnings("error::rotor.MemoryLimitWarning")
 @pytest.mark.parametrize(
     ("way", "kind", "settings"),
     [
@@ -67,16 +66,12 @@ def test_all_lengths_share_one_capture(way, kind, settings):
     assert {plan.engine for plan in plans} == {"graph"}
     measured = [plan for plan in plans if plan.measured_bytes is not None]
     assert measured
-    assert all(
-        plan.measured_bytes <= (LIMIT if way == "accumulation" else plan.limit_bytes)
-        for plan in measured
-    )
+    assert all(plan.measured_bytes <= plan.limit_bytes for plan in measured)
     shapes = len(set(LENGTHS))
     assert f"{shapes} share 1 captured graph, 0 captured alone" in chk.report()
     assert sum(p.nbytes for p in plain.parameters()) > LIMIT // 2
 
 
-@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 def test_a_length_that_does_not_fit_is_refused_with_one_that_does():
     chk, *_ = wrapped("adamw", mem_limit=600_000)
     for batch in batches((16, 20)):

@@ -67,7 +67,8 @@ def _by_operator(home: Home) -> torch.Tensor:
 def as_operators() -> Iterator[None]:
     """Have tensors at home fetch their bytes by operators, which modes see, in the context.
 
-    What runs again raises RuntimeError if its home was written to since.
+    A session is entered before, which waits for those of other threads. What runs again raises
+    RuntimeError if its home was written to since.
     """
     before, homes.fetch = homes.fetch, _by_operator
     try:

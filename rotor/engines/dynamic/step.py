@@ -141,8 +141,8 @@ class BudgetedStep:
         self._room = room
         try:
             with (
-                as_operators(),
                 self.session.running(),
+                as_operators(),
                 _OwnCasts(),
                 substituted(value, own, slots) as mine,
             ):
@@ -351,8 +351,8 @@ class BudgetedStep:
                 core.without_hooks(core.hooks_of(asked)),
                 additions,
                 self._arrivals,
-                as_operators(),
                 self.session.running(),
+                as_operators(),
             ):
                 made = torch.autograd.grad(
                     [edges[k] for k in roots],
