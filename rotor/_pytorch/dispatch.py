@@ -101,6 +101,11 @@ def callers_mode() -> str:
 FakeTensor = torch._subclasses.FakeTensor
 
 
+def has_modes() -> bool:
+    """Return whether a mode sees the operators of this thread."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def innermost_modes() -> tuple[Any, Any]:
     """Return the innermost active modes, of operators and of functions."""
     functions = overrides._get_current_function_mode_stack()
@@ -359,7 +364,7 @@ def _sole_owners() -> tuple[int, int, int] | None:
 
 def sole_owners() -> tuple[int, int, int] | None:
     """Return `_sole_owners` outside of modes, transforms and backwards; ``None`` within."""
-    is_seen = torch._C._len_torch_dispatch_stack() or graph_task() >= 0 or core.in_functorch()
+    is_seen = has_modes() or graph_task() >= 0 or core.in_functorch()
     return None if is_seen else _sole_owners()
 
 

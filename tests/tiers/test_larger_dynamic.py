@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
+from rotor.engines.dynamic.fetches import as_operators
 from rotor.memory import meter
 
 quiet = pytest.mark.filterwarnings("ignore:no single graph")
@@ -246,3 +247,6 @@ def test_steps_in_two_threads_leave_fetches_as_they_were():
     for thread in threads:
         thread.join()
     assert fetched_bytes() == expected
+    with as_operators():
+        # Another thread's session does not see the fetches of this one.
+        assert fetched_bytes() == expected

@@ -53,6 +53,9 @@ ODD_OPERATORS["rotor_tier::fetch"] = Treatment(needs=_needs)
 
 
 def _by_operator(home: Home) -> torch.Tensor:
+    if not dispatch.has_modes():
+        # Another thread's, which no session sees.
+        return home.fetch()
     _homes[id(home)] = home
     version, number = _versions.get(home, (None, None))
     if number is None or version != home.version:
