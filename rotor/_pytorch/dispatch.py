@@ -81,12 +81,17 @@ def unconjugated(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch
     return torch._neg_view(tensor) if negative else tensor
 
 
+def has_modes() -> bool:
+    """Return whether a mode sees the operators of this thread."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def callers_mode() -> str:
     """Return the name of a mode of the caller's that sees operators; empty without one.
 
     Modes of PyTorch's own are none, but for its counter of operations.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not has_modes():
         return ""
     kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]
     found = [
@@ -99,11 +104,6 @@ def callers_mode() -> str:
 
 
 FakeTensor = torch._subclasses.FakeTensor
-
-
-def has_modes() -> bool:
-    """Return whether a mode sees the operators of this thread."""
-    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def innermost_modes() -> tuple[Any, Any]:
