@@ -209,10 +209,6 @@ class Tier(ABC):
         """Return the bytes of an area that a buffer takes, also in the tier beneath."""
         return _core.tier_room(self.alignment_bytes, nbytes)
 
-    def fetched_bytes(self, nbytes: int) -> int:
-        """Return the bytes of memory to which so many are fetched, at any address."""
-        return nbytes + self.alignment_bytes - 1
-
     def close(self) -> None:  # noqa: B027
         """Give up the place; by default nothing has to be done."""
 
@@ -227,9 +223,15 @@ def placed(tier: Tier, nbytes: int) -> tuple[Tier, Any]:
     return tier, tier.allocate(nbytes)
 
 
+def bytes_at_any_phase(nbytes: int, alignment: int) -> int:
+    """Return the bytes of memory in which so many find an address of any phase."""
+    return nbytes + alignment - 1
+
+
 def bytes_at_phase(nbytes: int, phase: int, alignment: int, device: torch.device) -> torch.Tensor:
     """Return new bytes whose address has a phase modulo an alignment."""
-    room = torch.empty(nbytes + alignment - 1, dtype=torch.uint8, device=device)
+    size = bytes_at_any_phase(nbytes, alignment)
+    room = torch.empty(size, dtype=torch.uint8, device=device)
     begin = (phase - room.data_ptr()) % alignment
     return room[begin : begin + nbytes]
 

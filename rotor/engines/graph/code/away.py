@@ -23,8 +23,8 @@ class Away:
     """Function that waits until the ones that have left are there."""
     standing: Standing
     """Tensors that stand for the parameters."""
-    fetched_bytes: Callable[[int], int]
-    """Function that returns the memory that a gradient of so many bytes is fetched to."""
+    alignment_bytes: int
+    """Alignment of the memory to which a gradient is fetched."""
 
     @classmethod
     def of(
@@ -63,4 +63,4 @@ class Away:
             task.once |= is_used and task.node is not None
         expect = state.expect if is_whole else None
         standing = Standing(state.parameter_of, expect)
-        return cls(frozenset(found), state.settle, standing, state.tier.fetched_bytes)
+        return cls(frozenset(found), state.settle, standing, state.tier.alignment_bytes)

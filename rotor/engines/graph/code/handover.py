@@ -14,6 +14,7 @@ from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import sharing
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.lowering import Lowered, Task
+from rotor.tier.interface import bytes_at_any_phase
 
 
 def with_handovers(
@@ -93,9 +94,11 @@ def with_handovers(
         priced.append(cost)
         for added in after.get(number, ()):
             tasks.append(added)
-            added_bytes = [_bytes_of(lowered, index) for index in added.gradients]
-            fetched = 0 if away is None else max(map(away.fetched_bytes, added_bytes), default=0)
-            priced.append(Cost(0, fetched))
+            largest = max((_bytes_of(lowered, index) for index in added.gradients), default=0)
+            workspace = 0
+            if away is not None and largest:
+                workspace = bytes_at_any_phase(largest, away.alignment_bytes)
+            priced.append(Cost(0, workspace))
     temporary = {s for added in after.values() for task in added for s in task.inputs}
     pinned = [(size, pin and s not in temporary) for s, (size, pin) in enumerate(lowered.storages)]
     return replace(lowered, tasks=tasks, storages=pinned), priced
