@@ -184,7 +184,7 @@ class SymbolicGraph:
         for task, cost in zip(self.captured.lowered.tasks, costs, strict=True):
             for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
                 # Some operations make storages that are larger than their results.
-                ratio = size / max(int(storages[storage]), 1)
+                ratio = _ROUNDED * size / max(int(storages[storage]), 1)
                 self.factors[storage] = max(self.factors[storage], ratio)
 
     def add_known(self, values: Sequence[int], known: dict[str, Cost]) -> None:
@@ -202,7 +202,7 @@ class SymbolicGraph:
     def figures(self, values: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
         """Return bytes of storages, times and workspaces at a shape."""
         storages, moved, flops = self.sizes.of(values)
-        storages = np.ceil(storages * (self.factors * _ROUNDED)).astype(np.int64)
+        storages = np.ceil(storages * self.factors).astype(np.int64)
         ns = self.fits.ns(work_of(moved, flops))
         return storages, ns, self.fits.workspaces(values, np.maximum(moved, 1).astype(np.float64))
 
@@ -300,7 +300,7 @@ class SymbolicGraph:
 _PARTS = 1 << 12
 
 _ROUNDED = 1 - 1e-14
-"""Factor by which a product that should be a whole number is not above it."""
+"""Factor that keeps the product of a ratio, a whole number, from being above it."""
 
 
 def _made_by_loss(lowered: Lowered) -> list[int]:
