@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -111,6 +112,12 @@ class BudgetedStep:
         self._ended = ended
         self.session.count([self._undo.random_state])
 
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run in the session, which waits for those of other threads, with its fetches."""
+        with self.session.running(), as_operators():
+            yield
+
     # -- forward
 
     def forward(
@@ -141,8 +148,7 @@ class BudgetedStep:
         self._room = room
         try:
             with (
-                self.session.running(),
-                as_operators(),
+                self._running(),
                 _OwnCasts(),
                 substituted(value, own, slots) as mine,
             ):
@@ -351,8 +357,7 @@ class BudgetedStep:
                 core.without_hooks(core.hooks_of(asked)),
                 additions,
                 self._arrivals,
-                self.session.running(),
-                as_operators(),
+                self._running(),
             ):
                 made = torch.autograd.grad(
                     [edges[k] for k in roots],
