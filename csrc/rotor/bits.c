@@ -2,11 +2,9 @@
 
 #include <string.h>
 
-void rotor_bits_init(rotor_bits_t *self) { memset(self, 0, sizeof(*self)); }
-
 void rotor_bits_free(rotor_bits_t *self) {
     rotor_free(self->words);
-    rotor_bits_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 int rotor_bits_cover(rotor_bits_t *self, int32_t first, int32_t count) {

@@ -15,7 +15,6 @@ typedef struct {
     int32_t capacity;
 } rotor_bits_t;
 
-void rotor_bits_init(rotor_bits_t *self);
 void rotor_bits_free(rotor_bits_t *self);
 
 /* Makes room for the words of `first` .. `first + count - 1`: adding elements there cannot fail. */

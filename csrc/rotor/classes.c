@@ -4,11 +4,9 @@
 
 #include "vector.h"
 
-void rotor_classes_init(rotor_classes_t *self) { memset(self, 0, sizeof(*self)); }
-
 void rotor_classes_free(rotor_classes_t *self) {
     rotor_free(self->nodes);
-    rotor_classes_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 void rotor_classes_clear(rotor_classes_t *self) { self->count = 0; }

@@ -23,7 +23,6 @@ typedef struct {
     uint32_t mark;
 } rotor_classes_t;
 
-void rotor_classes_init(rotor_classes_t *self);
 void rotor_classes_free(rotor_classes_t *self);
 /* Forgets all nodes and keeps the memory. */
 void rotor_classes_clear(rotor_classes_t *self);

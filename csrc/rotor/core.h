@@ -7,7 +7,8 @@
  * allocations, see below), never prints, never exits, and knows nothing of Python.
  *
  * Pseudo-objects: `rotor_X_init` prepares a struct so that `rotor_X_free` may always be called,
- * also after a failed init; `rotor_X_free` leaves an empty struct that may be freed again.
+ * also after a failed init; `rotor_X_free` leaves an empty struct that may be freed again. Without a
+ * `rotor_X_init`, zeros are an empty struct.
  */
 #ifndef ROTOR_CORE_H
 #define ROTOR_CORE_H

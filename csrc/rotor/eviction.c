@@ -29,7 +29,6 @@ void rotor_eviction_init(rotor_eviction_t *self, const rotor_eviction_options_t 
     self->has_regions = needs_regions(self) && !options->late_regions;
     self->random = options->seed;
     self->unused = -1;
-    rotor_classes_init(&self->classes);
 }
 
 void rotor_eviction_free(rotor_eviction_t *self) {

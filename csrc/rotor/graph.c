@@ -4,15 +4,13 @@
 
 #include "vector.h"
 
-void rotor_graph_init(rotor_graph_t *self) { memset(self, 0, sizeof(*self)); }
-
 void rotor_graph_free(rotor_graph_t *self) {
     rotor_free(self->operations);
     rotor_free(self->tensors);
     rotor_free(self->storages);
     rotor_free(self->inputs);
     rotor_free(self->names);
-    rotor_graph_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 static int graph_check(const rotor_graph_t *self, const int32_t *inputs, int64_t input_count,

@@ -65,7 +65,6 @@ typedef struct {
     int64_t alias;
 } rotor_output_t;
 
-void rotor_graph_init(rotor_graph_t *self);
 void rotor_graph_free(rotor_graph_t *self);
 
 /*

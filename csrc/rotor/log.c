@@ -12,14 +12,11 @@ enum { LINES_PER_QUESTION = 4096 };
 
 int rotor_log_init(rotor_log_t *self, bool cut_at_start) {
     memset(self, 0, sizeof(*self));
-    rotor_graph_init(&self->graph);
     self->backward_command = -1;
     self->reader = rotor_calloc(1, sizeof(*self->reader));
     if (self->reader == NULL) {
         return ROTOR_ERR_NO_MEMORY;
     }
-    rotor_log_line_init(&self->reader->line);
-    rotor_log_names_init(&self->reader->names);
     self->reader->cut_at_start = cut_at_start;
     return ROTOR_OK;
 }

@@ -7,12 +7,10 @@
 
 enum { QUOTED_BYTES = 40 };
 
-void rotor_log_line_init(rotor_log_line_t *self) { memset(self, 0, sizeof(*self)); }
-
 void rotor_log_line_free(rotor_log_line_t *self) {
     rotor_free(self->items);
     rotor_free(self->unescaped);
-    rotor_log_line_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 int64_t rotor_log_line_footprint(const rotor_log_line_t *self) {

@@ -67,7 +67,6 @@ typedef struct {
     char *message;
 } rotor_log_line_t;
 
-void rotor_log_line_init(rotor_log_line_t *self);
 void rotor_log_line_free(rotor_log_line_t *self);
 
 /*

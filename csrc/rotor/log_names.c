@@ -4,13 +4,11 @@
 
 #include "vector.h"
 
-void rotor_log_names_init(rotor_log_names_t *self) { memset(self, 0, sizeof(*self)); }
-
 void rotor_log_names_free(rotor_log_names_t *self) {
     rotor_free(self->entries);
     rotor_free(self->characters);
     rotor_free(self->slots);
-    rotor_log_names_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 int64_t rotor_log_names_footprint(const rotor_log_names_t *self) {

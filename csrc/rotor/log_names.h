@@ -31,7 +31,6 @@ typedef struct {
     int64_t slot_count; /* a power of two, at least twice the entries; or 0 */
 } rotor_log_names_t;
 
-void rotor_log_names_init(rotor_log_names_t *self);
 void rotor_log_names_free(rotor_log_names_t *self);
 
 /* The entry of a name, or -1. */

@@ -2,8 +2,6 @@
 
 #include <string.h>
 
-void rotor_clock_blocks_init(rotor_clock_blocks_t *self) { memset(self, 0, sizeof(*self)); }
-
 static int clock_arrays(rotor_clock_blocks_t *self, int64_t slots, int64_t m, bool is_new) {
     int64_t blocks = slots / ROTOR_BLOCK + 1;
     return ROTOR_ARRAYS(is_new,
@@ -14,7 +12,7 @@ static int clock_arrays(rotor_clock_blocks_t *self, int64_t slots, int64_t m, bo
 
 void rotor_clock_blocks_free(rotor_clock_blocks_t *self) {
     (void)clock_arrays(self, 0, 0, false);
-    rotor_clock_blocks_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 static int clocks_allocate(rotor_clock_blocks_t *self, int32_t capacity, int64_t m) {

@@ -20,7 +20,6 @@ typedef struct {
     int64_t work; /* elementary steps so far */
 } rotor_clock_blocks_t;
 
-void rotor_clock_blocks_init(rotor_clock_blocks_t *self);
 void rotor_clock_blocks_free(rotor_clock_blocks_t *self);
 /* Makes room for a layout of slots, and keeps its clocks. */
 int rotor_clock_blocks_load(rotor_clock_blocks_t *self, rotor_slots_t *slots);

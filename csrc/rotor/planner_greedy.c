@@ -34,8 +34,6 @@ void rotor_setting_random(rotor_random_t *random, rotor_setting_t *setting) {
     setting->keeps_tapes = setting->distance_power > 0.75;
 }
 
-void rotor_greedy_init(rotor_greedy_t *self) { memset(self, 0, sizeof(*self)); }
-
 static int greedy_arrays(rotor_greedy_t *g, int64_t n, int64_t m, int64_t uses, bool is_new) {
     return ROTOR_ARRAYS(is_new,
         ROTOR_ARRAY(g->positions, n), ROTOR_ARRAY(g->uses, uses), ROTOR_ARRAY(g->cursor, m),
@@ -52,7 +50,7 @@ void rotor_greedy_free(rotor_greedy_t *self) {
     const rotor_link_t *link = self->tier.link;
     rotor_greedy_tier_free(&self->tier);
     (void)greedy_arrays(self, 0, 0, 0, false);
-    rotor_greedy_init(self);
+    memset(self, 0, sizeof(*self));
     self->tier.link = link;
 }
 

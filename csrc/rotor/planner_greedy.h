@@ -64,7 +64,6 @@ typedef struct {
     int status; /* of the actions that were added */
 } rotor_greedy_t;
 
-void rotor_greedy_init(rotor_greedy_t *self);
 /* Frees the memory; the link stays. */
 void rotor_greedy_free(rotor_greedy_t *self);
 /* Prepares walks along an order, which must outlive them; may be called again with another order. */

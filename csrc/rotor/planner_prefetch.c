@@ -2,8 +2,6 @@
 
 #include <string.h>
 
-void rotor_prefetch_init(rotor_prefetch_t *self) { memset(self, 0, sizeof(*self)); }
-
 static int prefetch_arrays(rotor_prefetch_t *q, int64_t length, int64_t m, bool is_new) {
     return ROTOR_ARRAYS(is_new,
         ROTOR_ARRAY(q->peak, length), ROTOR_ARRAY(q->begin, length), ROTOR_ARRAY(q->first, length),
@@ -12,7 +10,7 @@ static int prefetch_arrays(rotor_prefetch_t *q, int64_t length, int64_t m, bool 
 
 void rotor_prefetch_free(rotor_prefetch_t *self) {
     (void)prefetch_arrays(self, 0, 0, false);
-    rotor_prefetch_init(self);
+    memset(self, 0, sizeof(*self));
 }
 
 static int reserve(rotor_prefetch_t *q, const rotor_dataflow_t *graph, int64_t length) {

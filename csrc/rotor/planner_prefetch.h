@@ -16,7 +16,6 @@ typedef struct {
     int32_t storage_count;
 } rotor_prefetch_t;
 
-void rotor_prefetch_init(rotor_prefetch_t *self);
 void rotor_prefetch_free(rotor_prefetch_t *self);
 /*
  * Moves fetches of a valid program to where they are done in time, one after another, or as near to that as

@@ -8,8 +8,6 @@
 #define BLOCK ROTOR_BLOCK
 #define SPACING 4 /* slots per run */
 
-void rotor_slots_init(rotor_slots_t *self) { memset(self, 0, sizeof(*self)); }
-
 static int graph_arrays(rotor_slots_t *p, int64_t n, int64_t m, bool is_new) {
     return ROTOR_ARRAYS(is_new,
         ROTOR_ARRAY(p->size, m), ROTOR_ARRAY(p->workspace, n), ROTOR_ARRAY(p->tape_more, n),
@@ -42,7 +40,7 @@ void rotor_slots_free(rotor_slots_t *self) {
     rotor_levels_free(&self->levels);
     rotor_free(self->op_at);
     rotor_free(self->changes);
-    rotor_slots_init(self);
+    memset(self, 0, sizeof(*self));
     self->link = link;
 }
 

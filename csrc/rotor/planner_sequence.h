@@ -18,7 +18,6 @@
 
 #include "planner_slots.h"
 
-void rotor_slots_init(rotor_slots_t *self);
 /* Frees the memory; the link stays. */
 void rotor_slots_free(rotor_slots_t *self);
 

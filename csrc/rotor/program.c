@@ -37,8 +37,6 @@ int rotor_program_assign(rotor_program_t *self, const int32_t *ops, int64_t leng
     return ret;
 }
 
-void rotor_pricer_init(rotor_pricer_t *self) { memset(self, 0, sizeof(*self)); }
-
 static int pricer_arrays(rotor_pricer_t *self, int64_t n, int64_t m, bool is_new) {
     return ROTOR_ARRAYS(is_new,
         ROTOR_ARRAY(self->made, m), ROTOR_ARRAY(self->last, m), ROTOR_ARRAY(self->needed, m),
@@ -60,7 +58,7 @@ void rotor_pricer_free(rotor_pricer_t *self) {
     rotor_free(self->ended);
     rotor_free(self->light);
     rotor_free(self->moves.host);
-    rotor_pricer_init(self);
+    memset(self, 0, sizeof(*self));
     self->link = link;
 }
 
@@ -478,7 +476,6 @@ int rotor_program_simulate(const rotor_dataflow_t *graph, const rotor_link_t *li
                            int64_t *peak, rotor_fault_t *fault) {
     check_t c = {.graph = graph, .phase = ROTOR_PHASE_FORWARD, .flagged = -1};
     rotor_cost_t found = {0};
-    rotor_pricer_init(&c.pricer);
     c.pricer.link = link;
     report(fault, ROTOR_FAULT_NONE, -1, -1, -1);
     int ret = link == NULL ? ROTOR_OK : rotor_link_check(link);

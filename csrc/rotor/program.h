@@ -162,7 +162,6 @@ typedef struct {
     rotor_moves_t moves;
 } rotor_pricer_t;
 
-void rotor_pricer_init(rotor_pricer_t *self);
 /* Frees the memory; the link stays. */
 void rotor_pricer_free(rotor_pricer_t *self);
 

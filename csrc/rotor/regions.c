@@ -10,12 +10,8 @@ int rotor_regions_reserve(rotor_eviction_t *engine) {
     if (ret != ROTOR_OK) {
         return ret;
     }
-    for (int64_t k = before; k < engine->region_capacity; k++) {
-        for (int way = 0; way < 2; way++) {
-            rotor_bits_init(&engine->regions[k].interior[way]);
-            rotor_bits_init(&engine->regions[k].frontier[way]);
-        }
-    }
+    memset(engine->regions + before, 0,
+           (size_t)(engine->region_capacity - before) * sizeof(*engine->regions));
     before = engine->walked_capacity;
     for (int side = 0; side < 2; side++) {
         int64_t capacity = before;

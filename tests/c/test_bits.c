@@ -27,14 +27,13 @@ static void test_sets_against_arrays(void) {
     for (int round = 0; round < 40; round++) {
         static bool a_has[SIZE], b_has[SIZE];
         static uint64_t words[SIZE / 64 + 1];
-        rotor_bits_t a, b;
+        rotor_bits_t a = {.words = NULL};
+        rotor_bits_t b = {.words = NULL};
         int32_t base = (int32_t)(draw(&state) % 2000);
         int32_t range = 1 + (int32_t)(draw(&state) % 900);
         memset(a_has, 0, sizeof(a_has));
         memset(b_has, 0, sizeof(b_has));
         memset(words, 0, sizeof(words));
-        rotor_bits_init(&a);
-        rotor_bits_init(&b);
         for (int k = 0; k < 200; k++) {
             int32_t element = base + (int32_t)draw(&state) % range;
             if (draw(&state) % 4 == 0) {
@@ -67,8 +66,7 @@ static void test_sets_against_arrays(void) {
 }
 
 static void test_sets_without_memory(void) {
-    rotor_bits_t set;
-    rotor_bits_init(&set);
+    rotor_bits_t set = {.words = NULL};
     CHECK(rotor_bits_add(&set, 640) == ROTOR_OK);
     rotor_testing_fail_after(1);
     CHECK(rotor_bits_add(&set, 640000) == ROTOR_ERR_NO_MEMORY);
@@ -80,12 +78,11 @@ static void test_sets_without_memory(void) {
 static void test_classes_against_labels(void) {
     enum { NODES = 300 };
     uint32_t state = 3;
-    rotor_classes_t classes;
+    rotor_classes_t classes = {.nodes = NULL};
     int32_t nodes[NODES];
     int32_t labels[NODES];
     int64_t steps = 0;
 
-    rotor_classes_init(&classes);
     for (int32_t k = 0; k < NODES; k++) {
         CHECK(rotor_classes_add(&classes, k, &nodes[k]) == ROTOR_OK);
         labels[k] = k;

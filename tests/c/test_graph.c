@@ -8,9 +8,8 @@ static int append(rotor_graph_t *graph, int64_t cost, int64_t bytes, int64_t ali
 }
 
 static void test_append(void) {
-    rotor_graph_t graph;
+    rotor_graph_t graph = {.operation_count = 0};
     rotor_output_t source = {"in", 2, 100, -1};
-    rotor_graph_init(&graph);
     CHECK(rotor_graph_append(&graph, "source", 6, 0, NULL, 0, &source, 1) == ROTOR_OK);
     CHECK(append(&graph, 5, 30, 1) == ROTOR_OK);
     CHECK(append(&graph, 5, 30, -1) == ROTOR_OK);
@@ -25,9 +24,8 @@ static void test_append(void) {
 }
 
 static void test_errors_change_nothing(void) {
-    rotor_graph_t graph;
+    rotor_graph_t graph = {.operation_count = 0};
     rotor_output_t source = {"in", 2, 100, -1};
-    rotor_graph_init(&graph);
     CHECK(append(&graph, 5, 30, -1) == ROTOR_ERR_BAD_OPERATION); /* no input 0 yet */
     CHECK(rotor_graph_append(&graph, "source", 6, 0, NULL, 0, &source, 1) == ROTOR_OK);
     CHECK(append(&graph, 1, 30, 2) == ROTOR_ERR_BAD_OPERATION);
@@ -37,11 +35,10 @@ static void test_errors_change_nothing(void) {
 }
 
 static void test_out_of_memory(void) {
-    rotor_graph_t graph;
+    rotor_graph_t graph = {.operation_count = 0};
     rotor_output_t source = {"in", 2, 100, -1};
     for (int64_t n = 1; n < 20; n++) {
         int ret = ROTOR_OK;
-        rotor_graph_init(&graph);
         rotor_testing_fail_after(n);
         ret = rotor_graph_append(&graph, "source", 6, 0, NULL, 0, &source, 1);
         for (int k = 0; k < 40 && ret == ROTOR_OK; k++) {

@@ -196,11 +196,10 @@ static void draw_program(const rotor_dataflow_t *graph, const rotor_link_t *link
 
 static void test_prune(void) {
     rotor_dataflow_t graph;
-    rotor_pricer_t pricer;
+    rotor_pricer_t pricer = {.link = NULL};
     rotor_program_t program;
     rotor_link_t link = plain;
     int32_t actions = 0;
-    rotor_pricer_init(&pricer);
     rotor_program_init(&program);
     pricer.link = &link;
     link.write_bytes_per_s = 1e11;

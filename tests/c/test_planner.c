@@ -95,12 +95,11 @@ static void test_slots(void) {
         rotor_dataflow_t graph;
         rotor_program_t program;
         rotor_program_t other;
-        rotor_slots_t slots;
+        rotor_slots_t slots = {.link = NULL};
         rotor_random_t random;
         rotor_cost_t cost;
         rotor_program_init(&program);
         rotor_program_init(&other);
-        rotor_slots_init(&slots);
         rotor_random_init(&random, seed);
         build(&graph, 12, seed);
         int64_t peak = in_order(&graph, &program);

@@ -67,15 +67,13 @@ static void test_slots(void) {
     for (uint64_t seed = 1; seed < 40; seed++) {
         rotor_dataflow_t graph;
         rotor_program_t program;
-        rotor_slots_t slots;
-        rotor_clock_blocks_t clocks;
+        rotor_slots_t slots = {.link = NULL};
+        rotor_clock_blocks_t clocks = {.kept = NULL};
         rotor_random_t random;
         rotor_link_t link = plain;
         link.duplex = seed % 2 == 0;
         link.latency_ns = (int64_t)(seed % 3);
         rotor_program_init(&program);
-        rotor_slots_init(&slots);
-        rotor_clock_blocks_init(&clocks);
         rotor_random_init(&random, seed);
         build(&graph, 5 + (int64_t)(seed % 20), seed);
         (void)in_order(&graph, &program);
@@ -211,19 +209,16 @@ static void test_walks(void) {
     for (uint64_t seed = 1; seed < 60; seed++) {
         rotor_dataflow_t graph;
         rotor_program_t program;
-        rotor_greedy_t greedy;
-        rotor_prefetch_t prefetch;
+        rotor_greedy_t greedy = {.graph = NULL};
+        rotor_prefetch_t prefetch = {.capacity = 0};
         rotor_random_t random;
         rotor_setting_t setting;
         rotor_stop_t stop = {.callback = NULL};
         rotor_link_t link = plain;
-        rotor_pricer_t pricer;
+        rotor_pricer_t pricer = {.link = NULL};
         int32_t order[4096];
         link.duplex = seed % 2 == 0;
         rotor_program_init(&program);
-        rotor_greedy_init(&greedy);
-        rotor_prefetch_init(&prefetch);
-        rotor_pricer_init(&pricer);
         rotor_random_init(&random, seed);
         build(&graph, 10 + (int64_t)(seed % 20), seed);
         int64_t budget = in_order(&graph, &program) * 2 / 3;

@@ -218,9 +218,8 @@ static void test_faults(void) {
 /* Random runs go in; pruning leaves a valid program that costs no more. */
 static void test_prune(void) {
     rotor_dataflow_t graph;
-    rotor_pricer_t pricer;
+    rotor_pricer_t pricer = {.link = NULL};
     rotor_program_t program;
-    rotor_pricer_init(&pricer);
     rotor_program_init(&program);
     for (uint64_t seed = 1; seed < 40; seed++) {
         uint64_t state = seed;
