@@ -2,9 +2,9 @@
 
 #include <string.h>
 
-int rotor_log_fail(rotor_log_reader_t *reader, const char *words) {
+int rotor_log_fail_all(rotor_log_reader_t *reader, const char *const *words) {
     reader->error.message[0] = '\0';
-    rotor_message_add(reader->error.message, words);
+    rotor_message_add_all(reader->error.message, words);
     return ROTOR_ERR_FORMAT;
 }
 
@@ -18,8 +18,7 @@ int rotor_log_fail_about(rotor_log_reader_t *reader, const char *before, const c
 
 int rotor_log_fail_undefined(rotor_log_reader_t *reader, const rotor_json_value_t *name) {
     (void)rotor_log_fail_about(reader, "the name ", name->text, name->length, " in ");
-    rotor_message_add(reader->error.message, reader->instruction);
-    rotor_message_add(reader->error.message,
+    rotor_message_add(reader->error.message, reader->instruction,
                       " is not defined; expected one that an earlier line defines");
     return ROTOR_ERR_FORMAT;
 }
@@ -28,59 +27,45 @@ static const char *const field_names[ROTOR_FIELDS] = {
     "ALIAS", "ANNOTATION", "ARGS", "DST", "INSTRUCTION", "MEMORY",
     "MUTATE", "NAME", "RESULT", "SRC", "TIME"};
 
-const rotor_json_value_t *rotor_log_get_field(rotor_log_reader_t *reader,
-                                              enum rotor_log_field field) {
-    if (rotor_log_line_has(&reader->line, field)) {
-        return &reader->line.fields[field];
-    }
-    (void)rotor_log_fail(reader, "the line has no ");
-    rotor_message_add(reader->error.message, field_names[field]);
-    rotor_message_add(reader->error.message, "; expected it in ");
-    rotor_message_add(reader->error.message, reader->instruction);
-    return NULL;
+int rotor_log_get_field(rotor_log_reader_t *reader, enum rotor_log_field field,
+                        const rotor_json_value_t **value) {
+    *value = &reader->line.fields[field];
+    return rotor_log_line_has(&reader->line, field)
+               ? ROTOR_OK
+               : rotor_log_fail(reader, "the line has no ", field_names[field],
+                                "; expected it in ", reader->instruction);
 }
 
 int rotor_log_fail_kind(rotor_log_reader_t *reader, enum rotor_log_field field,
                         const rotor_json_value_t *value, const char *expected) {
-    (void)rotor_log_fail(reader, field_names[field]);
-    rotor_message_add(reader->error.message, " in ");
-    rotor_message_add(reader->error.message, reader->instruction);
-    rotor_message_add(reader->error.message, " has ");
-    rotor_message_add(reader->error.message, rotor_json_kind_name(value->kind));
+    (void)rotor_log_fail(reader, field_names[field], " in ", reader->instruction, " has ",
+                         rotor_json_kind_name(value->kind));
     if (value->kind != ROTOR_JSON_ARRAY) {
         rotor_message_add(reader->error.message, ", ");
         rotor_message_quote(reader->error.message, value->text, value->length);
     }
-    rotor_message_add(reader->error.message, "; expected ");
-    rotor_message_add(reader->error.message, expected);
+    rotor_message_add(reader->error.message, "; expected ", expected);
     return ROTOR_ERR_FORMAT;
 }
 
-const rotor_json_value_t *rotor_log_get_string(rotor_log_reader_t *reader,
-                                               enum rotor_log_field field) {
-    const rotor_json_value_t *value = rotor_log_get_field(reader, field);
-    if (value != NULL && value->kind != ROTOR_JSON_STRING) {
-        (void)rotor_log_fail_kind(reader, field, value, "a string");
-        return NULL;
-    }
-    return value;
+int rotor_log_get_string(rotor_log_reader_t *reader, enum rotor_log_field field,
+                         const rotor_json_value_t **value) {
+    int ret = rotor_log_get_field(reader, field, value);
+    return ret == ROTOR_OK && (*value)->kind != ROTOR_JSON_STRING
+               ? rotor_log_fail_kind(reader, field, *value, "a string")
+               : ret;
 }
 
-const rotor_json_value_t *rotor_log_get_array(rotor_log_reader_t *reader,
-                                              enum rotor_log_field field, int64_t least) {
-    const rotor_json_value_t *value = rotor_log_get_field(reader, field);
-    if (value != NULL && value->kind != ROTOR_JSON_ARRAY) {
-        (void)rotor_log_fail_kind(reader, field, value, "an array");
-        return NULL;
+int rotor_log_get_array(rotor_log_reader_t *reader, enum rotor_log_field field, int64_t least,
+                        const rotor_json_value_t **value) {
+    int ret = rotor_log_get_field(reader, field, value);
+    if (ret == ROTOR_OK && (*value)->kind != ROTOR_JSON_ARRAY) {
+        return rotor_log_fail_kind(reader, field, *value, "an array");
     }
-    if (value != NULL && value->length < least) {
-        (void)rotor_log_fail(reader, field_names[field]);
-        rotor_message_add(reader->error.message, " in ");
-        rotor_message_add(reader->error.message, reader->instruction);
-        rotor_message_add(reader->error.message, " is empty; expected one entry or more");
-        return NULL;
-    }
-    return value;
+    return ret == ROTOR_OK && (*value)->length < least
+               ? rotor_log_fail(reader, field_names[field], " in ", reader->instruction,
+                                " is empty; expected one entry or more")
+               : ret;
 }
 
 int rotor_log_to_integer(rotor_log_reader_t *reader, enum rotor_log_field field,
@@ -106,13 +91,10 @@ int rotor_log_to_integer(rotor_log_reader_t *reader, enum rotor_log_field field,
         *integer = number;
         return ROTOR_OK;
     }
-    (void)rotor_log_fail(reader, field_names[field]);
-    rotor_message_add(reader->error.message, " in ");
-    rotor_message_add(reader->error.message, reader->instruction);
-    rotor_message_add(reader->error.message, " is ");
+    (void)rotor_log_fail(reader, field_names[field], " in ", reader->instruction, " is ");
     rotor_message_quote(reader->error.message, value->text, value->length);
-    rotor_message_add(reader->error.message, number < least ? ", too small" : ", too large");
-    rotor_message_add(reader->error.message, "; expected an integer from ");
+    rotor_message_add(reader->error.message, number < least ? ", too small" : ", too large",
+                      "; expected an integer from ");
     rotor_message_number(reader->error.message, least);
     rotor_message_add(reader->error.message, " to ");
     rotor_message_number(reader->error.message, most);
@@ -120,7 +102,9 @@ int rotor_log_to_integer(rotor_log_reader_t *reader, enum rotor_log_field field,
 }
 
 int rotor_log_get_amount(rotor_log_reader_t *reader, enum rotor_log_field field, int64_t *amount) {
-    const rotor_json_value_t *value = rotor_log_get_field(reader, field);
-    return value == NULL ? ROTOR_ERR_FORMAT
-                         : rotor_log_to_integer(reader, field, value, 0, ROTOR_MAX_VALUE, amount);
+    const rotor_json_value_t *value;
+    int ret = rotor_log_get_field(reader, field, &value);
+    return ret == ROTOR_OK
+               ? rotor_log_to_integer(reader, field, value, 0, ROTOR_MAX_VALUE, amount)
+               : ret;
 }

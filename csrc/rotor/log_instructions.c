@@ -7,7 +7,6 @@
 /* Sums of a whole log stay below this, so that a replay cannot overflow int64. */
 static const int64_t most_in_all = INT64_C(1) << 61;
 
-
 /* The entry of a name that is bound to a tensor. */
 static int get_entry(rotor_log_reader_t *reader, const rotor_json_value_t *name, int32_t *entry) {
     *entry = rotor_log_names_find(&reader->names, name->text, name->length);
@@ -132,16 +131,13 @@ static void expect_followers(rotor_log_reader_t *reader, enum rotor_log_pending 
 
 static int read_constant(rotor_log_t *self) {
     rotor_log_reader_t *reader = self->reader;
-    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
-    int ret;
+    const rotor_json_value_t *name;
+    int ret = rotor_log_get_string(reader, ROTOR_FIELD_NAME, &name);
 
-    if (name == NULL) {
-        return ROTOR_ERR_FORMAT;
-    }
     reader->input_count = 0;
     reader->result_count = 0;
     reader->time_ns = 0;
-    if ((ret = keep_text(reader, "constant", 8)) == ROTOR_OK &&
+    if (ret == ROTOR_OK && (ret = keep_text(reader, "constant", 8)) == ROTOR_OK &&
         (ret = expect_result(reader, name)) == ROTOR_OK) {
         expect_followers(reader, ROTOR_PENDING_CONSTANT);
     }
@@ -154,11 +150,9 @@ static int read_operation(rotor_log_reader_t *reader, int64_t least_args,
     int32_t entry;
     int ret;
 
-    if ((*name = rotor_log_get_string(reader, ROTOR_FIELD_NAME)) == NULL ||
-        (*args = rotor_log_get_array(reader, ROTOR_FIELD_ARGS, least_args)) == NULL) {
-        return ROTOR_ERR_FORMAT;
-    }
-    if ((ret = rotor_log_get_amount(reader, ROTOR_FIELD_TIME, &reader->time_ns)) != ROTOR_OK ||
+    if ((ret = rotor_log_get_string(reader, ROTOR_FIELD_NAME, name)) != ROTOR_OK ||
+        (ret = rotor_log_get_array(reader, ROTOR_FIELD_ARGS, least_args, args)) != ROTOR_OK ||
+        (ret = rotor_log_get_amount(reader, ROTOR_FIELD_TIME, &reader->time_ns)) != ROTOR_OK ||
         (ret = ROTOR_RESERVE(reader->inputs, 0, reader->input_capacity, (*args)->length)) !=
             ROTOR_OK) {
         return ret;
@@ -184,13 +178,9 @@ static int read_call(rotor_log_t *self) {
     const rotor_json_value_t *results;
     int ret = read_operation(reader, 0, &name, &args);
 
-    if (ret != ROTOR_OK) {
-        return ret;
-    }
-    if ((results = rotor_log_get_array(reader, ROTOR_FIELD_RESULT, 1)) == NULL) {
-        return ROTOR_ERR_FORMAT;
-    }
-    if ((ret = keep_text(reader, name->text, name->length)) != ROTOR_OK) {
+    if (ret != ROTOR_OK ||
+        (ret = rotor_log_get_array(reader, ROTOR_FIELD_RESULT, 1, &results)) != ROTOR_OK ||
+        (ret = keep_text(reader, name->text, name->length)) != ROTOR_OK) {
         return ret;
     }
     reader->result_count = 0;
@@ -206,8 +196,7 @@ static int read_call(rotor_log_t *self) {
 void rotor_log_describe_pending(rotor_log_reader_t *reader) {
     char *message = reader->error.message;
     int32_t entry = reader->results[reader->next_result];
-    rotor_message_add(message, "expected ");
-    rotor_message_add(message, reader->expects_alias ? "ALIAS of " : "MEMORY of ");
+    rotor_message_add(message, "expected ", reader->expects_alias ? "ALIAS of " : "MEMORY of ");
     rotor_message_quote(message, rotor_log_names_text(&reader->names, entry),
                         reader->names.entries[entry].length);
     if (reader->pending == ROTOR_PENDING_CONSTANT) {
@@ -224,13 +213,13 @@ void rotor_log_describe_pending(rotor_log_reader_t *reader) {
 
 /* True if MEMORY or ALIAS is what has to come, of the right name. */
 static int check_follower(rotor_log_reader_t *reader, bool is_alias) {
-    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
-    if (name == NULL) {
-        return ROTOR_ERR_FORMAT;
+    const rotor_json_value_t *name;
+    int ret = rotor_log_get_string(reader, ROTOR_FIELD_NAME, &name);
+    if (ret != ROTOR_OK) {
+        return ret;
     }
     if (reader->pending == ROTOR_PENDING_NONE) {
-        (void)rotor_log_fail(reader, reader->instruction);
-        rotor_message_add(reader->error.message, " of ");
+        (void)rotor_log_fail(reader, reader->instruction, " of ");
         rotor_message_quote(reader->error.message, name->text, name->length);
         rotor_message_add(reader->error.message,
                           " follows nothing that needs it; expected it after CONSTANT (MEMORY) or "
@@ -244,9 +233,7 @@ static int check_follower(rotor_log_reader_t *reader, bool is_alias) {
             0) {
         return ROTOR_OK;
     }
-    (void)rotor_log_fail(reader, "found ");
-    rotor_message_add(reader->error.message, reader->instruction);
-    rotor_message_add(reader->error.message, " of ");
+    (void)rotor_log_fail(reader, "found ", reader->instruction, " of ");
     rotor_message_quote(reader->error.message, name->text, name->length);
     rotor_message_add(reader->error.message, ", ");
     rotor_log_describe_pending(reader);
@@ -275,11 +262,9 @@ static int read_alias(rotor_log_t *self) {
     const rotor_json_value_t *value;
     int ret = check_follower(reader, true);
 
-    if (ret != ROTOR_OK) {
+    if (ret != ROTOR_OK ||
+        (ret = rotor_log_get_field(reader, ROTOR_FIELD_ALIAS, &value)) != ROTOR_OK) {
         return ret;
-    }
-    if ((value = rotor_log_get_field(reader, ROTOR_FIELD_ALIAS)) == NULL) {
-        return ROTOR_ERR_FORMAT;
     }
     if ((ret = rotor_log_to_integer(reader, ROTOR_FIELD_ALIAS, value, -1, reader->input_count - 1,
                                     &reader->outputs[reader->next_result].alias)) != ROTOR_OK) {
@@ -354,13 +339,9 @@ static int read_mutate(rotor_log_t *self) {
     const rotor_json_value_t *mutated;
     int ret = read_operation(reader, 1, &name, &args);
 
-    if (ret != ROTOR_OK) {
-        return ret;
-    }
-    if ((mutated = rotor_log_get_array(reader, ROTOR_FIELD_MUTATE, 1)) == NULL) {
-        return ROTOR_ERR_FORMAT;
-    }
-    if ((ret = prepare_mutated(self, args, mutated)) != ROTOR_OK ||
+    if (ret != ROTOR_OK ||
+        (ret = rotor_log_get_array(reader, ROTOR_FIELD_MUTATE, 1, &mutated)) != ROTOR_OK ||
+        (ret = prepare_mutated(self, args, mutated)) != ROTOR_OK ||
         (ret = append_operation(self, name->text, name->length, mutated->length,
                                 mutated->length)) != ROTOR_OK) {
         return ret;
@@ -372,18 +353,17 @@ static int read_mutate(rotor_log_t *self) {
     return ROTOR_OK;
 }
 
-static int read_copy(rotor_log_t *self, bool rebinds) {
+static int bind_copy(rotor_log_t *self, bool rebinds) {
     rotor_log_reader_t *reader = self->reader;
-    const rotor_json_value_t *destination = rotor_log_get_string(reader, ROTOR_FIELD_DST);
-    const rotor_json_value_t *source = rotor_log_get_string(reader, ROTOR_FIELD_SRC);
+    const rotor_json_value_t *destination;
+    const rotor_json_value_t *source;
     int32_t from;
     int32_t to;
     int ret;
 
-    if (destination == NULL || source == NULL) {
-        return ROTOR_ERR_FORMAT;
-    }
-    if ((ret = reserve_commands(self, 2)) != ROTOR_OK ||
+    if ((ret = rotor_log_get_string(reader, ROTOR_FIELD_SRC, &source)) != ROTOR_OK ||
+        (ret = rotor_log_get_string(reader, ROTOR_FIELD_DST, &destination)) != ROTOR_OK ||
+        (ret = reserve_commands(self, 2)) != ROTOR_OK ||
         (ret = get_entry(reader, source, &from)) != ROTOR_OK ||
         (ret = rebinds ? get_entry(reader, destination, &to)
                        : rotor_log_names_intern(&reader->names, destination->text,
@@ -400,15 +380,16 @@ static int read_copy(rotor_log_t *self, bool rebinds) {
     return ROTOR_OK;
 }
 
+static int read_copy(rotor_log_t *self) { return bind_copy(self, false); }
+
+static int read_copy_from(rotor_log_t *self) { return bind_copy(self, true); }
+
 static int read_release(rotor_log_t *self) {
     rotor_log_reader_t *reader = self->reader;
-    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
-    int ret;
+    const rotor_json_value_t *name;
+    int ret = rotor_log_get_string(reader, ROTOR_FIELD_NAME, &name);
 
-    if (name == NULL) {
-        return ROTOR_ERR_FORMAT;
-    }
-    if ((ret = reserve_commands(self, 1)) != ROTOR_OK) {
+    if (ret != ROTOR_OK || (ret = reserve_commands(self, 1)) != ROTOR_OK) {
         return ret;
     }
     int32_t entry = rotor_log_names_find(&reader->names, name->text, name->length);
@@ -422,14 +403,11 @@ static int read_release(rotor_log_t *self) {
 
 static int read_pin(rotor_log_t *self) {
     rotor_log_reader_t *reader = self->reader;
-    const rotor_json_value_t *name = rotor_log_get_string(reader, ROTOR_FIELD_NAME);
+    const rotor_json_value_t *name;
     int32_t entry;
-    int ret;
+    int ret = rotor_log_get_string(reader, ROTOR_FIELD_NAME, &name);
 
-    if (name == NULL) {
-        return ROTOR_ERR_FORMAT;
-    }
-    if ((ret = reserve_commands(self, 1)) != ROTOR_OK ||
+    if (ret != ROTOR_OK || (ret = reserve_commands(self, 1)) != ROTOR_OK ||
         (ret = get_entry(reader, name, &entry)) != ROTOR_OK) {
         return ret;
     }
@@ -454,10 +432,10 @@ static void forget(rotor_log_t *self) {
 }
 
 static int read_annotate(rotor_log_t *self) {
-    const rotor_json_value_t *annotation =
-        rotor_log_get_string(self->reader, ROTOR_FIELD_ANNOTATION);
-    if (annotation == NULL) {
-        return ROTOR_ERR_FORMAT;
+    const rotor_json_value_t *annotation;
+    int ret = rotor_log_get_string(self->reader, ROTOR_FIELD_ANNOTATION, &annotation);
+    if (ret != ROTOR_OK) {
+        return ret;
     }
     if (is_text(annotation, "START")) {
         self->start_count++;
@@ -471,21 +449,33 @@ static int read_annotate(rotor_log_t *self) {
     return ROTOR_OK;
 }
 
+/* The most frequent first. */
+static const struct {
+    const char *name;
+    int32_t length;
+    int (*read)(rotor_log_t *self);
+} instructions[] = {
+    {"CALL", 4, read_call},         {"MEMORY", 6, read_memory},
+    {"ALIAS", 5, read_alias},       {"RELEASE", 7, read_release},
+    {"COPY", 4, read_copy},         {"CONSTANT", 8, read_constant},
+    {"MUTATE", 6, read_mutate},     {"COPY_FROM", 9, read_copy_from},
+    {"ANNOTATE", 8, read_annotate}, {"PIN", 3, read_pin},
+};
+
 int rotor_log_read_instruction(rotor_log_t *self) {
-    enum { CALL, MEMORY, ALIAS, RELEASE, COPY, CONSTANT, MUTATE, COPY_FROM, ANNOTATE, PIN, ALL };
-    static const char *const names[ALL] = {"CALL",     "MEMORY", "ALIAS",     "RELEASE",  "COPY",
-                                           "CONSTANT", "MUTATE", "COPY_FROM", "ANNOTATE", "PIN"};
-    static const uint8_t lengths[ALL] = {4, 6, 5, 7, 4, 8, 6, 9, 8, 3};
+    enum { ALL = sizeof(instructions) / sizeof(instructions[0]) };
     rotor_log_reader_t *reader = self->reader;
+    const rotor_json_value_t *value;
     int kind = 0;
 
     reader->instruction = "every line";
-    const rotor_json_value_t *value = rotor_log_get_string(reader, ROTOR_FIELD_INSTRUCTION);
-    if (value == NULL) {
-        return ROTOR_ERR_FORMAT;
+    int ret = rotor_log_get_string(reader, ROTOR_FIELD_INSTRUCTION, &value);
+    if (ret != ROTOR_OK) {
+        return ret;
     }
-    while (kind < ALL && (value->length != lengths[kind] ||
-                          memcmp(value->text, names[kind], lengths[kind]) != 0)) {
+    while (kind < ALL &&
+           (value->length != instructions[kind].length ||
+            memcmp(value->text, instructions[kind].name, (size_t)value->length) != 0)) {
         kind++;
     }
     if (kind == ALL) {
@@ -493,33 +483,12 @@ int rotor_log_read_instruction(rotor_log_t *self) {
                                     " is unknown; expected CONSTANT, MEMORY, ALIAS, CALL, MUTATE, "
                                     "COPY, COPY_FROM, RELEASE, PIN or ANNOTATE");
     }
-    reader->instruction = names[kind];
-    if (reader->pending != ROTOR_PENDING_NONE && kind != MEMORY && kind != ALIAS) {
-        (void)rotor_log_fail(reader, "found ");
-        rotor_message_add(reader->error.message, names[kind]);
-        rotor_message_add(reader->error.message, ", ");
+    reader->instruction = instructions[kind].name;
+    if (reader->pending != ROTOR_PENDING_NONE && instructions[kind].read != read_memory &&
+        instructions[kind].read != read_alias) {
+        (void)rotor_log_fail(reader, "found ", reader->instruction, ", ");
         rotor_log_describe_pending(reader);
         return ROTOR_ERR_FORMAT;
     }
-    switch (kind) {
-    case CALL:
-        return read_call(self);
-    case MEMORY:
-        return read_memory(self);
-    case ALIAS:
-        return read_alias(self);
-    case RELEASE:
-        return read_release(self);
-    case COPY:
-    case COPY_FROM:
-        return read_copy(self, kind == COPY_FROM);
-    case CONSTANT:
-        return read_constant(self);
-    case MUTATE:
-        return read_mutate(self);
-    case ANNOTATE:
-        return read_annotate(self);
-    default:
-        return read_pin(self);
-    }
+    return instructions[kind].read(self);
 }

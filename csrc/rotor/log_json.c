@@ -31,8 +31,10 @@ static void line_add(char *message, const char *text, size_t length) {
     message[used + length] = '\0';
 }
 
-void rotor_message_add(char *message, const char *words) {
-    line_add(message, words, strlen(words));
+void rotor_message_add_all(char *message, const char *const *words) {
+    for (; *words != NULL; words++) {
+        line_add(message, *words, strlen(*words));
+    }
 }
 
 void rotor_message_quote(char *message, const char *text, int64_t length) {
@@ -62,9 +64,7 @@ void rotor_message_number(char *message, int64_t number) {
 
 static int line_fail(const rotor_log_line_t *self, const char *expected) {
     self->message[0] = '\0';
-    rotor_message_add(self->message, "expected ");
-    rotor_message_add(self->message, expected);
-    rotor_message_add(self->message, ", found ");
+    rotor_message_add(self->message, "expected ", expected, ", found ");
     if (self->at >= self->end) {
         rotor_message_add(self->message, "the end of the line");
     } else {

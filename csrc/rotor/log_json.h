@@ -84,9 +84,12 @@ int64_t rotor_log_line_footprint(const rotor_log_line_t *self);
 
 const char *rotor_json_kind_name(int32_t kind);
 
-/* Build a message: append words, a text in quotes (cut when it is long), a number. What does not
+/* Build a message: append texts, a text in quotes (cut when it is long), a number. What does not
  * fit is dropped. */
-void rotor_message_add(char *message, const char *words);
+#define rotor_message_add(message, ...)                                                            \
+    rotor_message_add_all((message), (const char *const[]){__VA_ARGS__, NULL})
+
+void rotor_message_add_all(char *message, const char *const *words);
 void rotor_message_quote(char *message, const char *text, int64_t length);
 void rotor_message_number(char *message, int64_t number);
 

@@ -52,23 +52,26 @@ int rotor_log_read_instruction(rotor_log_t *self);
 /* Appends to the message which follower of the pending CONSTANT or CALL has to come. */
 void rotor_log_describe_pending(rotor_log_reader_t *reader);
 
-/* Write the message and return ROTOR_ERR_FORMAT: words; words around a text in quotes; a name that
+/* Write the message and return ROTOR_ERR_FORMAT: texts; words around a text in quotes; a name that
  * is not defined; a value of the wrong kind. */
-int rotor_log_fail(rotor_log_reader_t *reader, const char *words);
+#define rotor_log_fail(reader, ...)                                                                \
+    rotor_log_fail_all((reader), (const char *const[]){__VA_ARGS__, NULL})
+
+int rotor_log_fail_all(rotor_log_reader_t *reader, const char *const *words);
 int rotor_log_fail_about(rotor_log_reader_t *reader, const char *before, const char *text,
                          int64_t length, const char *after);
 int rotor_log_fail_undefined(rotor_log_reader_t *reader, const rotor_json_value_t *name);
 int rotor_log_fail_kind(rotor_log_reader_t *reader, enum rotor_log_field field,
                         const rotor_json_value_t *value, const char *expected);
 
-/* A field of the line: of any kind; a string; an array of `least` entries or more. NULL, with a
- * message, where it is not there or something else. */
-const rotor_json_value_t *rotor_log_get_field(rotor_log_reader_t *reader,
-                                              enum rotor_log_field field);
-const rotor_json_value_t *rotor_log_get_string(rotor_log_reader_t *reader,
-                                               enum rotor_log_field field);
-const rotor_json_value_t *rotor_log_get_array(rotor_log_reader_t *reader,
-                                              enum rotor_log_field field, int64_t least);
+/* A field of the line: of any kind; a string; an array of `least` entries or more.
+ * ROTOR_ERR_FORMAT, with a message, where it is not there or something else. */
+int rotor_log_get_field(rotor_log_reader_t *reader, enum rotor_log_field field,
+                        const rotor_json_value_t **value);
+int rotor_log_get_string(rotor_log_reader_t *reader, enum rotor_log_field field,
+                         const rotor_json_value_t **value);
+int rotor_log_get_array(rotor_log_reader_t *reader, enum rotor_log_field field, int64_t least,
+                        const rotor_json_value_t **value);
 
 /* The integer of a value, bare or in a string, from least to most; a field from 0 to
  * ROTOR_MAX_VALUE. */
