@@ -57,7 +57,6 @@ typedef struct {
     int64_t read_free;  /* the same as write_free where the link is not duplex */
     int64_t put_end;    /* when the write is done that a run asked for last */
     int64_t link_ns;    /* of all transfers */
-    int64_t compute_ns; /* of all runs */
 } rotor_clocks_t;
 
 /* The end of a write that is asked for now, of a fetch of what was written at `written`; both take so long. */

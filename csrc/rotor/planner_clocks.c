@@ -15,23 +15,20 @@ void rotor_clock_blocks_free(rotor_clock_blocks_t *self) {
     memset(self, 0, sizeof(*self));
 }
 
-static int clocks_allocate(rotor_clock_blocks_t *self, int32_t capacity, int64_t m) {
-    rotor_clock_blocks_free(self);
-    self->slot_capacity = capacity;
-    return clock_arrays(self, capacity, m, true);
-}
-
 int rotor_clock_blocks_load(rotor_clock_blocks_t *self, rotor_slots_t *slots) {
     if (slots->link == NULL) {
         return ROTOR_OK;
     }
-    int ret = slots->slot_capacity <= self->slot_capacity
-                  ? ROTOR_OK
-                  : clocks_allocate(self, slots->slot_capacity, slots->graph->storage_count);
+    int32_t m = slots->graph->storage_count;
+    int ret = ROTOR_OK;
+    if (slots->slot_capacity > self->slot_capacity) {
+        rotor_clock_blocks_free(self);
+        self->slot_capacity = slots->slot_capacity;
+        ret = clock_arrays(self, self->slot_capacity, m, true);
+    }
     if (ret == ROTOR_OK) {
         self->kept[0] = (rotor_clocks_t){.now = 0};
-        memset(self->kept_written, 0,
-               (size_t)slots->graph->storage_count * sizeof(*self->kept_written));
+        memset(self->kept_written, 0, (size_t)m * sizeof(*self->kept_written));
         slots->moving.first_changed = 0;
         (void)rotor_clock_blocks_try(self, slots);
         rotor_clock_blocks_keep(self, slots);

@@ -28,10 +28,4 @@ int64_t rotor_clock_blocks_try(rotor_clock_blocks_t *self, const rotor_slots_t *
 /* Keeps the clocks that were tried last, of the slots as they are. */
 void rotor_clock_blocks_keep(rotor_clock_blocks_t *self, rotor_slots_t *slots);
 
-/* About when a slot begins, by the clocks that are kept and the runs that are there. */
-static inline int64_t rotor_clock_blocks_at(const rotor_clock_blocks_t *self,
-                                            const rotor_slots_t *slots, int32_t slot) {
-    return self->kept[slot / ROTOR_BLOCK].now + slots->moving.before_ns[slot];
-}
-
 #endif

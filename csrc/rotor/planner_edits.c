@@ -6,65 +6,51 @@
 
 #define MOST_SCANNED 192 /* storages that one choice looks at */
 #define MOST_ADDED 48    /* runs that one eviction adds */
-#define REGIONS 64
 
 void rotor_edits_free(rotor_edits_t *self) {
     const rotor_link_t *link = self->slots.link;
     rotor_slots_free(&self->slots);
     rotor_free(self->pending);
     rotor_free(self->suspects);
-    rotor_free(self->region_start);
     rotor_free(self->region_items);
     memset(self, 0, sizeof(*self));
     self->slots.link = link;
 }
 
-/* Which storages exist at all in which part of the slots. */
+/* The last region in which s exists. */
+static int32_t last_region(const rotor_edits_t *q, int32_t s) {
+    const rotor_events_t *events = &q->slots.events[s];
+    int32_t last = q->slots.graph->pinned[s] ? q->slots.slot_count - 1
+                                             : events->slots[events->count - 1];
+    return last / q->region_width;
+}
+
+/* Which storages exist at all in which part of the slots: of each region, the end and then the start. */
 static int build_regions(rotor_edits_t *q) {
-    const rotor_slots_t *p = &q->slots;
-    int32_t m = p->graph->storage_count;
+    const rotor_events_t *events = q->slots.events;
+    int32_t m = q->slots.graph->storage_count;
     int64_t total = 0;
-    q->region_width = p->slot_count / REGIONS + 1;
-    if (q->region_start == NULL) {
-        q->region_start = rotor_malloc_array(REGIONS + 1, sizeof(*q->region_start));
-        if (q->region_start == NULL) {
-            return ROTOR_ERR_NO_MEMORY;
+    q->region_width = q->slots.slot_count / ROTOR_REGIONS + 1;
+    memset(q->region_start, 0, sizeof(q->region_start));
+    for (int32_t s = 0; s < m; s++) {
+        int32_t last = last_region(q, s);
+        for (int32_t r = events[s].slots[0] / q->region_width; r <= last; r++) {
+            q->region_start[r]++;
+            total++;
         }
     }
-    for (int32_t pass = 0; pass < 2; pass++) {
-        for (int32_t r = REGIONS; pass == 1 && r > 0; r--) {
-            q->region_start[r] = q->region_start[r - 1];
-        }
-        if (pass == 0) {
-            memset(q->region_start, 0, (REGIONS + 1) * sizeof(*q->region_start));
-        }
-        for (int32_t s = 0; s < m; s++) {
-            const rotor_events_t *events = &p->events[s];
-            int32_t last = p->graph->pinned[s] ? p->slot_count - 1
-                                               : events->slots[events->count - 1];
-            for (int32_t r = events->slots[0] / q->region_width; r <= last / q->region_width;
-                 r++) {
-                if (pass == 0) {
-                    q->region_start[r]++;
-                } else {
-                    q->region_items[q->region_start[r + 1]++] = s;
-                }
-            }
-        }
-        if (pass == 0) {
-            for (int32_t r = 0; r <= REGIONS; r++) {
-                int32_t count = q->region_start[r];
-                q->region_start[r] = (int32_t)total;
-                total += count;
-            }
-            int ret = rotor_grow((void **)&q->region_items, &q->region_capacity, total,
-                                 sizeof(*q->region_items));
-            if (ret != ROTOR_OK) {
-                return ret;
-            }
+    int ret = rotor_grow((void **)&q->region_items, &q->region_capacity, total,
+                         sizeof(*q->region_items));
+    for (int32_t r = 1; ret == ROTOR_OK && r <= ROTOR_REGIONS; r++) {
+        q->region_start[r] += q->region_start[r - 1];
+    }
+    for (int32_t s = m - 1; ret == ROTOR_OK && s >= 0; s--) {
+        int32_t last = last_region(q, s);
+        for (int32_t r = events[s].slots[0] / q->region_width; r <= last; r++) {
+            q->region_items[--q->region_start[r]] = s;
         }
     }
-    return ROTOR_OK;
+    return ret;
 }
 
 int rotor_edits_load(rotor_edits_t *self, const rotor_dataflow_t *graph,

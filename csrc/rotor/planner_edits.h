@@ -10,6 +10,8 @@
 #include "planner_random.h"
 #include "planner_sequence.h"
 
+#define ROTOR_REGIONS 64 /* of equal width, of the slots */
+
 typedef struct {
     /* state */
     rotor_slots_t slots;
@@ -26,7 +28,7 @@ typedef struct {
     int64_t suspect_count;
     int64_t suspect_capacity;
     int32_t region_width;
-    int32_t *region_start;
+    int32_t region_start[ROTOR_REGIONS + 1]; /* in region_items */
     int32_t *region_items; /* storages that exist in a region of slots */
     int64_t region_capacity;
 } rotor_edits_t;
@@ -67,7 +69,7 @@ int rotor_edits_write(rotor_edits_t *self, int32_t s, int32_t below, int32_t nea
 int rotor_edits_place(rotor_edits_t *self, int32_t slot, int32_t op, int32_t w, int32_t size);
 
 /* The storages that may exist at a slot, from a random one on: *count of them are to be looked at, of
- * `total`, each `*at` followed by rotor_edits_after(). */
+ * `total`, one after another around the end. */
 const int32_t *rotor_edits_region(rotor_edits_t *self, int32_t w, int32_t *at, int32_t *count,
                                   int32_t *total);
 /* True if running the producer of s again relieves w of at most `overflow`; *choice has its price. */

@@ -3,6 +3,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "vector.h"
+
 void rotor_setting_fixed(int32_t k, rotor_setting_t *setting) {
     static const double powers[][3] = {
         {0.5, 1.0, 1.0}, {1.0, 1.0, 1.0}, {0.3, 0.7, 1.0}, {1.0, 0.5, 1.0},
@@ -182,13 +184,8 @@ static float greedy_cost_now(const rotor_greedy_t *g, int32_t s) {
                : cost_log_of(g, rotor_min(g->tier.remake_ns[s], ns + wait));
 }
 
-static void leave_candidates(rotor_greedy_t *g, int32_t s) {
-    if (g->slot[s] >= 0) {
-        int32_t last = g->live[--g->live_count];
-        g->live[g->slot[s]] = last;
-        g->slot[last] = g->slot[s];
-        g->slot[s] = -1;
-    }
+static void hold_candidate(rotor_greedy_t *g, int32_t s, bool is_in) {
+    rotor_list_hold(g->live, &g->live_count, g->slot, s, is_in);
 }
 
 /* From now on s cannot be remade. */
@@ -197,7 +194,7 @@ static void greedy_keep(rotor_greedy_t *g, int32_t s) {
     if (rotor_greedy_tier_moves(&g->tier, s)) {
         g->is_clean[s] = 0;
     } else {
-        leave_candidates(g, s);
+        hold_candidate(g, s, false);
     }
 }
 
@@ -216,7 +213,7 @@ static void hold_inputs(rotor_greedy_t *g, int32_t s, int32_t change) {
 }
 
 static void take_out(rotor_greedy_t *g, int32_t s) {
-    leave_candidates(g, s);
+    hold_candidate(g, s, false);
     g->is_live[s] = 0;
     g->is_clean[s] = 0;
     g->live_bytes -= g->graph->bytes[s];
@@ -238,8 +235,7 @@ static void put_in(rotor_greedy_t *g, int32_t s) {
     }
     bool may_go = !g->is_kept[s] || rotor_greedy_tier_moves(&g->tier, s);
     if (may_go && !g->graph->pinned[s] && (g->graph->bytes[s] > 0 || g->graph->lazy[s])) {
-        g->slot[s] = g->live_count;
-        g->live[g->live_count++] = s;
+        hold_candidate(g, s, true);
     }
     invalidate(g, s);
     hold_inputs(g, s, 1);

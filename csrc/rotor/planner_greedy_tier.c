@@ -33,7 +33,6 @@ void rotor_greedy_tier_begin(rotor_greedy_tier_t *self, const rotor_dataflow_t *
     self->writing_ns = 0;
     self->reading_ns = 0;
     if (self->link != NULL) {
-        memset(self->is_written, 0, (size_t)storage_count);
         memset(self->is_away, 0, (size_t)storage_count);
         memset(self->is_padded, 0, (size_t)storage_count);
         for (int32_t s = 0; s < storage_count; s++) {

@@ -15,16 +15,13 @@ void rotor_levels_free(rotor_levels_t *self) {
     memset(self, 0, sizeof(*self));
 }
 
-static int levels_allocate(rotor_levels_t *self, int64_t capacity) {
-    rotor_levels_free(self);
-    self->block_capacity = (int32_t)capacity;
-    return level_arrays(self, capacity, true);
-}
-
 int rotor_levels_reset(rotor_levels_t *self, int32_t block_count) {
-    int ret = block_count <= self->block_capacity
-                  ? ROTOR_OK
-                  : levels_allocate(self, (int64_t)block_count + block_count / 4);
+    int ret = ROTOR_OK;
+    if (block_count > self->block_capacity) {
+        rotor_levels_free(self);
+        self->block_capacity = (int32_t)((int64_t)block_count + block_count / 4);
+        ret = level_arrays(self, self->block_capacity, true);
+    }
     if (ret == ROTOR_OK) {
         self->block_count = block_count;
         memset(self->level, 0, (size_t)block_count * BLOCK * sizeof(*self->level));

@@ -240,13 +240,14 @@ static void set_randomly(rotor_planner_t *self, rotor_setting_t *setting) {
 static int walk_along(rotor_planner_t *self, const int32_t *order, int64_t limit,
                       int64_t fixed_count, int64_t random_count) {
     rotor_setting_t setting;
+    int64_t count = fixed_count + rotor_max(random_count, 0);
     int ret = rotor_greedy_prepare(&self->greedy, self->graph, order);
-    for (int32_t k = 0; k < fixed_count && ret == ROTOR_OK && !self->stop.is_over; k++) {
-        set_fixed(self, k, &setting);
-        ret = planner_walk(self, limit, &setting);
-    }
-    for (int64_t k = 0; k < random_count && ret == ROTOR_OK && !self->stop.is_over; k++) {
-        set_randomly(self, &setting);
+    for (int64_t k = 0; k < count && ret == ROTOR_OK && !self->stop.is_over; k++) {
+        if (k < fixed_count) {
+            set_fixed(self, (int32_t)k, &setting);
+        } else {
+            set_randomly(self, &setting);
+        }
         ret = planner_walk(self, limit, &setting);
     }
     return ret;

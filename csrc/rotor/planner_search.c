@@ -38,8 +38,9 @@ static int64_t value_of(const rotor_search_t *q, int64_t makespan_ns) {
                : makespan_ns + p->moving.link_ns / LINK_SHARE + p->time_ns / RUN_SHARE;
 }
 
+/* About when a slot begins, by the clocks that are kept and the runs that are there. */
 static int64_t time_at(const rotor_search_t *q, int32_t slot) {
-    return rotor_clock_blocks_at(&q->clocks, &q->edits.slots, slot);
+    return q->clocks.kept[slot / ROTOR_BLOCK].now + q->edits.slots.moving.before_ns[slot];
 }
 
 static int64_t work_of(const rotor_search_t *q) {
@@ -359,10 +360,7 @@ static int shift(rotor_search_t *q, bool is_fetch) {
     rotor_slots_t *p = &q->edits.slots;
     int32_t s;
     int32_t at = random_action(q, is_fetch, &s);
-    if (at < 0) {
-        return ROTOR_ERR_INFEASIBLE;
-    }
-    if (at + 1 >= p->events[s].count) {
+    if (at < 0 || at + 1 >= p->events[s].count) {
         return ROTOR_ERR_INFEASIBLE;
     }
     int32_t slot = p->events[s].slots[at];
@@ -384,6 +382,10 @@ static int shift(rotor_search_t *q, bool is_fetch) {
     }
     return move_start(q, s, slot, empty);
 }
+
+static int shift_fetch(rotor_search_t *q) { return shift(q, true); }
+
+static int shift_finish(rotor_search_t *q) { return shift(q, false); }
 
 /* Relieves somewhere, then removes runs and fetches while the budget is kept. */
 static int relieve_and_delete(rotor_search_t *q) {
@@ -418,50 +420,20 @@ static int relieve_and_delete(rotor_search_t *q) {
     return ROTOR_OK;
 }
 
-/* Of programs without a link only runs are deleted, or relieved and deleted. */
-enum {
-    RUN_TO_FETCH,
-    FETCH_TO_RUN,
-    DELETE_RUNS,
-    DELETE_FETCH,
-    SHIFT_FETCH,
-    SHIFT_FINISH,
-    RELIEVE_AND_DELETE,
-    MOVES
-};
-
 static int try_move(rotor_search_t *q) {
+    static int (*const moves[])(rotor_search_t *) = {
+        run_to_fetch, fetch_to_run, delete_runs,       delete_fetch,
+        shift_fetch,  shift_finish, relieve_and_delete};
+    enum { MOVES = sizeof(moves) / sizeof(moves[0]) };
     rotor_random_t *random = &q->edits.random;
     bool is_alone = q->edits.slots.link == NULL;
-    int ret = ROTOR_ERR_INFEASIBLE;
     rotor_edits_begin(&q->edits);
     q->edits.noise = rotor_random_below(random, 3) == 0 ? 0.2 : 0.9;
     q->price = is_alone ? 0.0 : rotor_random_unit(random) * rotor_random_unit(random);
-    int32_t move = !is_alone                            ? rotor_random_below(random, MOVES)
-                   : rotor_random_below(random, 2) == 0 ? DELETE_RUNS
-                                                        : RELIEVE_AND_DELETE;
-    switch (move) {
-    case RUN_TO_FETCH:
-        ret = run_to_fetch(q);
-        break;
-    case FETCH_TO_RUN:
-        ret = fetch_to_run(q);
-        break;
-    case DELETE_RUNS:
-        ret = delete_runs(q);
-        break;
-    case DELETE_FETCH:
-        ret = delete_fetch(q);
-        break;
-    case SHIFT_FETCH:
-        ret = shift(q, true);
-        break;
-    case SHIFT_FINISH:
-        ret = shift(q, false);
-        break;
-    default:
-        ret = relieve_and_delete(q);
-    }
+    /* Of programs without a link only runs are deleted, or relieved and deleted. */
+    int ret = !is_alone                            ? moves[rotor_random_below(random, MOVES)](q)
+              : rotor_random_below(random, 2) == 0 ? delete_runs(q)
+                                                   : relieve_and_delete(q);
     return ret == ROTOR_OK ? repair(q, MOST_REPAIRS) : ret;
 }
 

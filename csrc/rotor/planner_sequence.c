@@ -66,15 +66,7 @@ static int moving_allocate(rotor_slots_t *p, const rotor_dataflow_t *graph) {
 /* The number of actions of a storage changes; the list has the storages with any. */
 static void count_actions(rotor_moving_t *moving, int32_t s, int32_t change) {
     moving->actions[s] += change;
-    if (moving->actions[s] > 0 && moving->list_at[s] < 0) {
-        moving->list_at[s] = moving->list_count;
-        moving->list[moving->list_count++] = s;
-    } else if (moving->actions[s] == 0 && moving->list_at[s] >= 0) {
-        int32_t last = moving->list[--moving->list_count];
-        moving->list[moving->list_at[s]] = last;
-        moving->list_at[last] = moving->list_at[s];
-        moving->list_at[s] = -1;
-    }
+    rotor_list_hold(moving->list, &moving->list_count, moving->list_at, s, moving->actions[s] > 0);
 }
 
 static int moving_reset(rotor_slots_t *p) {
@@ -118,10 +110,8 @@ static int allocate_graph(rotor_slots_t *p, const rotor_dataflow_t *graph) {
     int64_t m = graph->storage_count;
     p->graph = graph;
     p->unit = most_bytes(graph, p->link) / (INT64_C(1) << 28) + 1;
-    if (p->link != NULL && moving_allocate(p, graph) != ROTOR_OK) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    if (graph_arrays(p, n, m, true) != ROTOR_OK) {
+    if ((p->link != NULL && moving_allocate(p, graph) != ROTOR_OK) ||
+        graph_arrays(p, n, m, true) != ROTOR_OK) {
         return ROTOR_ERR_NO_MEMORY;
     }
     for (int64_t s = 0; s < m; s++) {
@@ -255,15 +245,7 @@ static void spend(rotor_slots_t *p, int32_t slot, int64_t ns) {
 
 static void count_runs(rotor_slots_t *p, int32_t op, int32_t change) {
     p->runs[op] += change;
-    if (p->runs[op] >= 2 && p->repeated_at[op] < 0) {
-        p->repeated_at[op] = p->repeated_count;
-        p->repeated[p->repeated_count++] = op;
-    } else if (p->runs[op] < 2 && p->repeated_at[op] >= 0) {
-        int32_t last = p->repeated[--p->repeated_count];
-        p->repeated[p->repeated_at[op]] = last;
-        p->repeated_at[last] = p->repeated_at[op];
-        p->repeated_at[op] = -1;
-    }
+    rotor_list_hold(p->repeated, &p->repeated_count, p->repeated_at, op, p->runs[op] >= 2);
     p->time_ns += change * rotor_dataflow_run_ns(p->graph, op, p->link != NULL);
 }
 
@@ -276,11 +258,7 @@ static void count_transfer(rotor_slots_t *p, int32_t slot, int32_t op, int32_t s
 }
 
 static int grow_events(rotor_events_t *events) {
-    int64_t capacity = events->capacity;
-    int ret = rotor_grow((void **)&events->slots, &capacity, (int64_t)events->count + 1,
-                         sizeof(*events->slots));
-    events->capacity = ret == ROTOR_OK ? (int32_t)capacity : events->capacity;
-    return ret;
+    return ROTOR_RESERVE(events->slots, events->count, events->capacity, 1);
 }
 
 /* Makes sure that adding an item cannot fail half-way. */

@@ -9,7 +9,7 @@ typedef struct {
     /* state */
     int32_t *slots;
     int32_t count;
-    int32_t capacity;
+    int64_t capacity;
 } rotor_events_t;
 
 typedef struct {

@@ -20,11 +20,7 @@ void rotor_plan_move(rotor_plan_t *from, rotor_plan_t *to) {
 }
 
 int rotor_program_append(rotor_program_t *self, int32_t operation) {
-    int ret = ROTOR_RESERVE(self->ops, self->length, self->capacity, 1);
-    if (ret == ROTOR_OK) {
-        self->ops[self->length++] = operation;
-    }
-    return ret;
+    return rotor_push(&self->ops, &self->length, &self->capacity, operation);
 }
 
 int rotor_program_assign(rotor_program_t *self, const int32_t *ops, int64_t length) {
@@ -568,12 +564,10 @@ int rotor_pricer_prune(rotor_pricer_t *self, const rotor_dataflow_t *graph,
     if (self->link != NULL) {
         memset(self->moves.finished, 0,
                (size_t)graph->storage_count * sizeof(*self->moves.finished));
+        memset(self->moves.fetched, 0, (size_t)graph->storage_count);
     }
     phase_ends(self, graph, ops, program->length, ends);
     memset(self->needed, 0, (size_t)graph->storage_count);
-    if (self->link != NULL) {
-        memset(self->moves.fetched, 0, (size_t)graph->storage_count);
-    }
     for (int32_t op = 0; op < graph->operation_count; op++) {
         self->next[op] = -1;
     }

@@ -25,4 +25,18 @@ static inline int rotor_push(int32_t **items, int64_t *count, int64_t *capacity,
     return ret;
 }
 
+/* Puts a number into a list of distinct ones, or takes it out. at[number]: its place, -1 outside. */
+static inline void rotor_list_hold(int32_t *list, int32_t *count, int32_t *at, int32_t number,
+                                   bool is_in) {
+    if (is_in && at[number] < 0) {
+        at[number] = *count;
+        list[(*count)++] = number;
+    } else if (!is_in && at[number] >= 0) {
+        int32_t last = list[--*count];
+        list[at[number]] = last;
+        at[last] = at[number];
+        at[number] = -1;
+    }
+}
+
 #endif
