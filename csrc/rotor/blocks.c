@@ -454,45 +454,37 @@ static int replay_event(rotor_blocks_t *self, int64_t event, int32_t *made, int6
 
 int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_bytes, int64_t piece,
                               int64_t most, const int64_t *events, int64_t length,
-                              int64_t *levels, int32_t *made, rotor_blocks_figures_t *figures) {
+                              int64_t *levels, rotor_blocks_figures_t *figures) {
     rotor_blocks_t self;
     int64_t made_count = 0;
     int32_t first;
     int ret = ROTOR_OK;
-
+    int32_t *made = rotor_malloc_array(length, sizeof(*made));
+    if (made == NULL) {
+        return ROTOR_ERR_NO_MEMORY;
+    }
     rotor_blocks_init(&self, segments, capacity_bytes);
-    if (piece > 0) {
-        ret = rotor_blocks_take(&self, piece, &first);
-        if (ret != ROTOR_OK) {
-            goto out;
-        }
+    if (piece > 0 && (ret = rotor_blocks_take(&self, piece, &first)) == ROTOR_OK) {
         rotor_blocks_give(&self, first);
     }
-    for (int64_t k = 0; k < length && self.figures.reserved <= most; k++) {
+    for (int64_t k = 0; ret == ROTOR_OK && k < length && self.figures.reserved <= most; k++) {
         ret = replay_event(&self, events[k], made, &made_count);
-        if (ret != ROTOR_OK) {
-            goto out;
-        }
-        if (levels != NULL) {
+        if (ret == ROTOR_OK && levels != NULL) {
             levels[2 * k] = self.figures.allocated;
             levels[2 * k + 1] = self.figures.reserved;
         }
     }
-    *figures = self.figures;
-out:
+    if (ret == ROTOR_OK) {
+        *figures = self.figures;
+    }
     rotor_blocks_free(&self);
+    rotor_free(made);
     return ret;
 }
 
 int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
                         const int64_t *events, int64_t length, int64_t *levels,
                         rotor_blocks_figures_t *figures) {
-    int32_t *made = rotor_malloc_array(length, sizeof(*made));
-    if (made == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
-    int ret = rotor_blocks_replay_after(segments, capacity_bytes, 0, INT64_MAX, events, length,
-                                        levels, made, figures);
-    rotor_free(made);
-    return ret;
+    return rotor_blocks_replay_after(segments, capacity_bytes, 0, INT64_MAX, events, length,
+                                     levels, figures);
 }

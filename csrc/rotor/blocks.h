@@ -108,10 +108,10 @@ int rotor_blocks_replay(enum rotor_segments segments, int64_t capacity_bytes,
 
 /*
  * The same after a piece (0: none) that is allocated and freed, up to the first event after which
- * more than `most` bytes are reserved. `made` has room for as many numbers as there are events.
+ * more than `most` bytes are reserved.
  */
 int rotor_blocks_replay_after(enum rotor_segments segments, int64_t capacity_bytes, int64_t piece,
                               int64_t most, const int64_t *events, int64_t length,
-                              int64_t *levels, int32_t *made, rotor_blocks_figures_t *figures);
+                              int64_t *levels, rotor_blocks_figures_t *figures);
 
 #endif

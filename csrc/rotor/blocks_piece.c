@@ -9,7 +9,6 @@ static int64_t rounded(int64_t bytes) { return (bytes + unit - 1) / unit * unit;
 typedef struct {
     const int64_t *events;
     int64_t length;
-    int32_t *made;
     rotor_blocks_piece_t best;
 } fitting_t;
 
@@ -17,7 +16,7 @@ typedef struct {
 static int replay(const fitting_t *self, int64_t bytes, int64_t most,
                   rotor_blocks_figures_t *found) {
     return rotor_blocks_replay_after(ROTOR_SEGMENTS_ORDINARY, 0, bytes, most, self->events,
-                                     self->length, NULL, self->made, found);
+                                     self->length, NULL, found);
 }
 
 /* Tries the pieces from `begin` to `end`, which are multiples of 2 MiB. */
@@ -50,13 +49,9 @@ int rotor_blocks_fit(const int64_t *events, int64_t length, rotor_blocks_figures
         }
     }
     fitting_t self = {.events = events, .length = length};
-    self.made = rotor_malloc_array(length, sizeof(*self.made));
-    if (self.made == NULL) {
-        return ROTOR_ERR_NO_MEMORY;
-    }
     int ret = replay(&self, 0, INT64_MAX, &plain);
     if (ret != ROTOR_OK) {
-        goto out;
+        return ret;
     }
     self.best = (rotor_blocks_piece_t){0, plain.reserved_peak,
                                        plain.reserved_small / small_segment};
@@ -71,13 +66,11 @@ int rotor_blocks_fit(const int64_t *events, int64_t length, rotor_blocks_figures
         ret = try_pieces(&self, rotor_max(begin, middle - step + finer), middle - 1, finer);
     }
     if (ret != ROTOR_OK) {
-        goto out;
+        return ret;
     }
     *piece = self.best;
     if (without != NULL) {
         *without = plain;
     }
-out:
-    rotor_free(self.made);
-    return ret;
+    return ROTOR_OK;
 }
