@@ -41,9 +41,24 @@ int64_t rotor_thread_cpu_ns(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); 
 
 int64_t rotor_process_cpu_ns(void) { return read_clock(CLOCK_PROCESS_CPUTIME_ID); }
 
+static bool join(char *path, size_t size, const char *root, const char *name) {
+    size_t length = strlen(root);
+    while (length > 0 && root[length - 1] == '/') {
+        length--;
+    }
+    if (length + strlen(name) + 2 > size) {
+        return false;
+    }
+    memcpy(path, root, length);
+    path[length] = '/';
+    strcpy(path + length + 1, name);
+    return true;
+}
+
 /* The head of a file as text, at most size - 1 characters; false when the file does not exist. */
-static bool read_text(const char *path, char *text, size_t size) {
-    int file = open(path, O_RDONLY | O_CLOEXEC);
+static bool read_text(const char *folder, const char *name, char *text, size_t size) {
+    char path[PATH_SIZE];
+    int file = join(path, sizeof(path), folder, name) ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     size_t length = 0;
     if (file < 0) {
         return false;
@@ -60,20 +75,6 @@ static bool read_text(const char *path, char *text, size_t size) {
     }
     close(file);
     text[length] = '\0';
-    return true;
-}
-
-static bool join(char *path, size_t size, const char *root, const char *name) {
-    size_t length = strlen(root);
-    while (length > 0 && root[length - 1] == '/') {
-        length--;
-    }
-    if (length + strlen(name) + 2 > size) {
-        return false;
-    }
-    memcpy(path, root, length);
-    path[length] = '/';
-    strcpy(path + length + 1, name);
     return true;
 }
 
@@ -102,11 +103,8 @@ static int64_t find_count(const char *text, const char *key, int64_t unit) {
 }
 
 static int64_t read_count(const char *folder, const char *name) {
-    char path[PATH_SIZE], text[64];
-    if (!join(path, sizeof(path), folder, name) || !read_text(path, text, sizeof(text))) {
-        return ROTOR_UNKNOWN;
-    }
-    return parse_count(text, 1);
+    char text[64];
+    return read_text(folder, name, text, sizeof(text)) ? parse_count(text, 1) : ROTOR_UNKNOWN;
 }
 
 static int64_t smaller_known(int64_t a, int64_t b) {
@@ -117,9 +115,8 @@ static int64_t smaller_known(int64_t a, int64_t b) {
 }
 
 static void probe_process(const char *root, rotor_host_memory_t *memory) {
-    char path[PATH_SIZE], text[TEXT_SIZE];
-    if (join(path, sizeof(path), root, "proc/self/status") &&
-        read_text(path, text, sizeof(text))) {
+    char text[TEXT_SIZE];
+    if (read_text(root, "proc/self/status", text, sizeof(text))) {
         memory->resident_bytes = find_count(text, "VmRSS:", 1024);
         memory->peak_resident_bytes = find_count(text, "VmHWM:", 1024);
         memory->virtual_bytes = find_count(text, "VmSize:", 1024);
@@ -128,8 +125,8 @@ static void probe_process(const char *root, rotor_host_memory_t *memory) {
 }
 
 static void probe_machine(const char *root, rotor_host_memory_t *memory) {
-    char path[PATH_SIZE], text[TEXT_SIZE];
-    if (join(path, sizeof(path), root, "proc/meminfo") && read_text(path, text, sizeof(text))) {
+    char text[TEXT_SIZE];
+    if (read_text(root, "proc/meminfo", text, sizeof(text))) {
         memory->total_bytes = find_count(text, "MemTotal:", 1024);
         memory->available_bytes = find_count(text, "MemAvailable:", 1024);
     }
@@ -148,7 +145,7 @@ static const group_files_t version_2 = {
 
 static void probe_group(const char *folder, const group_files_t *files,
                         rotor_host_memory_t *memory) {
-    char path[PATH_SIZE], text[TEXT_SIZE];
+    char text[TEXT_SIZE];
     int64_t limit = read_count(folder, files->limits[0]);
     int64_t usage = read_count(folder, files->usage);
     int64_t cache = ROTOR_UNKNOWN;
@@ -158,7 +155,7 @@ static void probe_group(const char *folder, const group_files_t *files,
     if (limit == ROTOR_UNKNOWN || limit >= NO_LIMIT || usage == ROTOR_UNKNOWN) {
         return;
     }
-    if (join(path, sizeof(path), folder, "memory.stat") && read_text(path, text, sizeof(text))) {
+    if (read_text(folder, "memory.stat", text, sizeof(text))) {
         cache = find_count(text, files->cache, 1);
     }
     usage -= rotor_min(usage, rotor_max(cache, 0));
@@ -215,9 +212,8 @@ static bool has_memory(const char *list, const char *end) {
 }
 
 static void probe_cgroups(const char *root, rotor_host_memory_t *memory) {
-    char path[PATH_SIZE], text[TEXT_SIZE];
-    if (!join(path, sizeof(path), root, "proc/self/cgroup") ||
-        !read_text(path, text, sizeof(text))) {
+    char text[TEXT_SIZE];
+    if (!read_text(root, "proc/self/cgroup", text, sizeof(text))) {
         return;
     }
     /* Each line is id:controllers:path; version 2 has no controllers. */
@@ -253,9 +249,8 @@ static int64_t soft_limit(int resource) {
 
 static void probe_limits(const char *root, rotor_host_memory_t *memory) {
 #ifdef __linux__
-    char path[PATH_SIZE], text[TEXT_SIZE];
-    if (join(path, sizeof(path), root, "proc/self/limits") &&
-        read_text(path, text, sizeof(text))) {
+    char text[TEXT_SIZE];
+    if (read_text(root, "proc/self/limits", text, sizeof(text))) {
         memory->address_space_limit_bytes = find_count(text, "Max address space", 1);
         memory->data_limit_bytes = find_count(text, "Max data size", 1);
     }
@@ -292,12 +287,6 @@ static void probe_mach(rotor_host_memory_t *memory) {
 }
 #endif
 
-static int64_t kept_by_heap(void) {
-    rotor_heap_t heap;
-    rotor_probe_heap(&heap);
-    return rotor_max(heap.kept_bytes, 0);
-}
-
 static int64_t left(int64_t limit, int64_t used, int64_t kept) {
     if (limit == ROTOR_UNKNOWN || used == ROTOR_UNKNOWN) {
         return ROTOR_UNKNOWN;
@@ -323,7 +312,9 @@ int rotor_probe_memory(const char *root, rotor_host_memory_t *memory) {
     probe_cgroups(root, &found);
     probe_limits(root, &found);
     /* What the heap keeps is taken already, and can be used. */
-    int64_t kept = strcmp(root, "/") == 0 ? kept_by_heap() : 0;
+    rotor_heap_t heap;
+    rotor_probe_heap(&heap);
+    int64_t kept = strcmp(root, "/") == 0 ? rotor_max(heap.kept_bytes, 0) : 0;
     int64_t least = smaller_known(found.available_bytes, found.cgroup_free_bytes);
     least = smaller_known(least, left(found.address_space_limit_bytes, found.virtual_bytes, kept));
     found.free_bytes = smaller_known(least, left(found.data_limit_bytes, found.data_bytes, kept));

@@ -172,9 +172,10 @@ static int move_parts(const rotor_tier_t *tier, bool writes, struct iovec *parts
     return 0;
 }
 
-/* Moves a buffer, with two sectors for its edges, and notes its checksum; an errno, or 0. */
-static int move(const rotor_tier_t *tier, char *edges, rotor_transfer_t *transfer) {
+/* Moves a buffer, with two sectors for its edges, and notes its error, time and checksum. */
+static void move(const rotor_tier_t *tier, char *edges, rotor_transfer_t *transfer) {
     const int64_t one = 1;
+    int64_t begun = rotor_clock_ns();
     int64_t sector = tier->sector;
     int64_t head = (int64_t)((0 - (uintptr_t)transfer->memory) & (uintptr_t)(sector - 1));
     head = rotor_min(head, transfer->bytes);
@@ -206,7 +207,8 @@ static int move(const rotor_tier_t *tier, char *edges, rotor_transfer_t *transfe
         memcpy(end, after, (size_t)tail);
         (void)rotor_checksum(transfer->memory, 1, 1, &transfer->bytes, &one, &transfer->sum);
     }
-    return error;
+    transfer->error = error;
+    transfer->busy_ns = rotor_clock_ns() - begun;
 }
 
 static void *serve(void *argument) {
@@ -226,12 +228,8 @@ static void *serve(void *argument) {
         }
         tier->is_moving = true;
         pthread_mutex_unlock(&tier->mutex);
-        int64_t begun = rotor_clock_ns();
-        int error = move(tier, tier->edges, transfer);
-        int64_t busy = rotor_clock_ns() - begun;
+        move(tier, tier->edges, transfer);
         pthread_mutex_lock(&tier->mutex);
-        transfer->error = error;
-        transfer->busy_ns = busy;
         transfer->is_done = true;
         tier->is_moving = false;
         pthread_cond_broadcast(&tier->done);
@@ -369,9 +367,7 @@ int rotor_tier_reserve(rotor_tier_t *tier, int64_t bytes, int *error) {
 static void read_here(const rotor_tier_t *tier, rotor_transfer_t *transfer) {
     char block[3 * SECTOR_MOST];
     char *edges = block + ((0 - (uintptr_t)block) & (SECTOR_MOST - 1));
-    int64_t begun = rotor_clock_ns();
-    transfer->error = move(tier, edges, transfer);
-    transfer->busy_ns = rotor_clock_ns() - begun;
+    move(tier, edges, transfer);
     transfer->is_done = true;
 }
 
