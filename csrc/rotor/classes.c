@@ -9,8 +9,6 @@ void rotor_classes_free(rotor_classes_t *self) {
     memset(self, 0, sizeof(*self));
 }
 
-void rotor_classes_clear(rotor_classes_t *self) { self->count = 0; }
-
 int rotor_classes_add(rotor_classes_t *self, int64_t ns, int32_t *node) {
     int ret = ROTOR_RESERVE(self->nodes, self->count, self->capacity, 1);
     if (ret != ROTOR_OK) {

@@ -24,8 +24,6 @@ typedef struct {
 } rotor_classes_t;
 
 void rotor_classes_free(rotor_classes_t *self);
-/* Forgets all nodes and keeps the memory. */
-void rotor_classes_clear(rotor_classes_t *self);
 
 /* A new class of one node. */
 int rotor_classes_add(rotor_classes_t *self, int64_t ns, int32_t *node);

@@ -91,14 +91,12 @@ int rotor_eviction_add(rotor_eviction_t *self, int64_t bytes, int32_t *storage) 
     int32_t number = self->unused;
     int ret = ROTOR_OK;
 
-    if (number < 0) {
-        if ((ret = ROTOR_RESERVE(self->candidates, self->count, self->capacity, 1)) != ROTOR_OK ||
-            (ret = reserve_scratch(self)) != ROTOR_OK ||
-            (ret = ROTOR_RESERVE(self->states, self->count, self->state_capacity, 1)) !=
-                ROTOR_OK ||
-            (needs_regions(self) && (ret = rotor_regions_reserve(self)) != ROTOR_OK)) {
-            return ret;
-        }
+    if (number < 0 &&
+        ((ret = ROTOR_RESERVE(self->candidates, self->count, self->capacity, 1)) != ROTOR_OK ||
+         (ret = reserve_scratch(self)) != ROTOR_OK ||
+         (ret = ROTOR_RESERVE(self->states, self->count, self->state_capacity, 1)) != ROTOR_OK ||
+         (needs_regions(self) && (ret = rotor_regions_reserve(self)) != ROTOR_OK))) {
+        return ret;
     }
     if (needs_classes(self) && !self->options.skip_unmade &&
         (ret = rotor_classes_add(&self->classes, 0, &node)) != ROTOR_OK) {

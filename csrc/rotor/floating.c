@@ -322,21 +322,11 @@ int rotor_floating_solve(rotor_floating_t *self, const rotor_chain_t *chain, int
     self->within = budget > chain->x[0] ? slots : 0;
     self->top = self->within + chain->n + 2;
     self->max_table_bytes = max_table_bytes;
-    ret = floating_prepare(self);
-    if (ret != ROTOR_OK) {
-        goto out;
+    if ((ret = floating_prepare(self)) == ROTOR_OK &&
+        (ret = fill(self, true, callback)) == ROTOR_OK) {
+        *minimum = chain->x[0] + row_of(self, 0, 0, chain->n)->least;
+        ret = *minimum > budget ? ROTOR_ERR_INFEASIBLE : fill(self, false, callback);
     }
-    ret = fill(self, true, callback);
-    if (ret != ROTOR_OK) {
-        goto out;
-    }
-    *minimum = chain->x[0] + row_of(self, 0, 0, chain->n)->least;
-    if (*minimum > budget) {
-        ret = ROTOR_ERR_INFEASIBLE;
-        goto out;
-    }
-    ret = fill(self, false, callback);
-out:
     if (ret != ROTOR_OK) {
         rotor_floating_free(self);
     }

@@ -239,11 +239,7 @@ int rotor_frontier_solve(rotor_frontier_t *self, const rotor_chain_t *chain, boo
         goto out;
     }
     limits = rotor_malloc_array(cells, sizeof(*limits));
-    if (limits == NULL) {
-        ret = ROTOR_ERR_NO_MEMORY;
-        goto out;
-    }
-    ret = fill_limits(self, callback, limits);
+    ret = limits == NULL ? ROTOR_ERR_NO_MEMORY : fill_limits(self, callback, limits);
     if (ret != ROTOR_OK) {
         goto out;
     }

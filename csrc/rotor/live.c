@@ -87,7 +87,7 @@ int rotor_live_bytes(const rotor_live_events_t *events, const int64_t *resident,
     state_t state = {0};
     int ret = ROTOR_OK;
 
-    for (int64_t k = 0; k < events->count; k++) {
+    for (int64_t k = 0; k < events->count && ret == ROTOR_OK; k++) {
         int64_t address = events->address[k];
         int64_t nbytes = events->nbytes[k];
         if (total != NULL && k > 0) {
@@ -95,9 +95,6 @@ int rotor_live_bytes(const rotor_live_events_t *events, const int64_t *resident,
         }
         if (nbytes > 0) {
             ret = begin_live(&state, address, nbytes, total != NULL);
-            if (ret != ROTOR_OK) {
-                goto out;
-            }
         } else {
             int64_t place = first_from(resident, resident_count, 1, address);
             bool is_resident = place < resident_count && resident[place] == address;
@@ -105,7 +102,6 @@ int rotor_live_bytes(const rotor_live_events_t *events, const int64_t *resident,
         }
         live_bytes[k] = state.live + rotor_min(state.elsewhere, 0);
     }
-out:
     rotor_free(state.blocks);
     return ret;
 }

@@ -31,7 +31,7 @@ static void join_neighbours(rotor_eviction_t *self, int32_t storage) {
 }
 
 int rotor_neighbourhood_rebuild(rotor_eviction_t *self) {
-    rotor_classes_clear(&self->classes);
+    self->classes.count = 0;
     self->changes = 0;
     for (int64_t k = 0; k < self->count; k++) {
         self->candidates[k].roots_known = false;

@@ -51,8 +51,9 @@ static void count_going(rotor_replay_t *self, int32_t storage) {
 /* Tensors coming and going. */
 
 void rotor_replay_count_evicted(rotor_replay_t *self, int32_t tensor, bool is_evicted) {
-    const rotor_operation_t *operation = rotor_replay_operation(self, tensor);
-    const int32_t *inputs = rotor_replay_graph(self)->inputs + operation->first_input;
+    const rotor_graph_t *graph = rotor_replay_graph(self);
+    const rotor_operation_t *operation = &graph->operations[graph->tensors[tensor].operation];
+    const int32_t *inputs = graph->inputs + operation->first_input;
     uint8_t *flags = &self->tensors[tensor].flags;
 
     if (self->options.runtime != ROTOR_V1 ||

@@ -14,12 +14,6 @@ static inline const rotor_graph_t *rotor_replay_graph(const rotor_replay_t *self
     return &self->log->graph;
 }
 
-static inline const rotor_operation_t *rotor_replay_operation(const rotor_replay_t *self,
-                                                              int32_t tensor) {
-    const rotor_graph_t *graph = rotor_replay_graph(self);
-    return &graph->operations[graph->tensors[tensor].operation];
-}
-
 static inline int32_t rotor_replay_storage(const rotor_replay_t *self, int32_t tensor) {
     return rotor_replay_graph(self)->tensors[tensor].storage;
 }

@@ -202,12 +202,10 @@ int rotor_simulate(const rotor_chain_t *chain, const rotor_op_t *ops, int64_t le
     *result = (rotor_result_t){.time_ns = 0, .peak = chain->x[0], .failed_at = -1};
     for (int64_t k = 0; k < length && ret == ROTOR_OK; k++) {
         ret = rotor_step(&memory, ops[k], &price);
-        if (ret != ROTOR_OK) {
-            result->failed_at = k;
-            break;
-        }
-        if (result->time_ns > INT64_MAX - price.time_ns) {
+        if (ret == ROTOR_OK && result->time_ns > INT64_MAX - price.time_ns) {
             ret = ROTOR_ERR_OVERFLOW;
+        }
+        if (ret != ROTOR_OK) {
             result->failed_at = k;
             break;
         }
