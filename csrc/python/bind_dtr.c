@@ -150,18 +150,14 @@ static PyObject *py_recorder_finish(PyObject *object, PyObject *const *args, Py_
         }
         origins[k] = (int32_t)origin;
     }
-    int status = py_book_complete(self, &(py_completion_t){
-                                            .recorded = recorded,
-                                            .bytes = bytes,
-                                            .origins = origins,
-                                            .places = PySequence_Fast_ITEMS(places),
-                                            .count = length,
-                                            .cost_ns = cost,
-                                            .workspace_bytes = workspace,
-                                            .kept_bytes = kept,
-                                            .record = args[7],
-                                            .nodes = nodes,
-                                        });
+    rotor_completion_t done = {.recorded = recorded,
+                               .bytes = bytes,
+                               .origins = origins,
+                               .count = length,
+                               .cost_ns = cost,
+                               .workspace_bytes = workspace,
+                               .kept_bytes = kept};
+    int status = py_book_complete(self, &done, PySequence_Fast_ITEMS(places), args[7], nodes);
     if (status == ROTOR_OK && !PyErr_Occurred()) {
         result = py_book_node_list(nodes, length);
     }
@@ -430,10 +426,10 @@ static void py_recorder_dealloc(PyObject *object) {
     PyObject_GC_UnTrack(object);
     (void)py_recorder_clear(object);
     rotor_recorder_free(&self->book);
-#define FREE(items, length) PyMem_Free(self->items);
+#define FREE(items, length) rotor_free(self->items);
     RECORDER_ARRAYS(FREE)
 #undef FREE
-    PyMem_Free(self->garbage);
+    rotor_free(self->garbage);
     PyTypeObject *type = Py_TYPE(object);
     type->tp_free(object);
     Py_DECREF(type);

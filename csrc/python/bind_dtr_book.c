@@ -1,21 +1,19 @@
 #include "bind_dtr_book.h"
 
+#include <string.h>
+
+#include "vector.h"
+
 static int grow_objects(PyObject ***items, int64_t *capacity, int64_t needed) {
     int64_t before = *capacity;
     if (needed <= before) {
         return 0;
     }
-    PyObject **moved =
-        PyMem_Realloc(*items, (size_t)rotor_max(needed, 2 * before + 64) * sizeof(*moved));
-    if (moved == NULL) {
+    if (rotor_grow((void **)items, capacity, needed, sizeof(**items)) != ROTOR_OK) {
         PyErr_NoMemory();
         return -1;
     }
-    *items = moved;
-    *capacity = rotor_max(needed, 2 * before + 64);
-    for (int64_t k = before; k < *capacity; k++) {
-        moved[k] = NULL;
-    }
+    memset(*items + before, 0, (size_t)(*capacity - before) * sizeof(**items));
     return 0;
 }
 
@@ -177,11 +175,10 @@ int py_book_may_begin(const py_recorder_t *self) {
     return self->book.frame_count == 0 || py_book_refuse_reentry() != NULL ? 0 : -1;
 }
 
-int py_book_complete(py_recorder_t *self, const py_completion_t *done) {
+int py_book_complete(py_recorder_t *self, const rotor_completion_t *done, PyObject *const *places,
+                     PyObject *record, int32_t *nodes) {
     int32_t op = -1;
-    int status = rotor_recorder_finish(&self->book, done->recorded, done->bytes, done->origins,
-                                       done->count, done->cost_ns, done->workspace_bytes,
-                                       done->kept_bytes, done->nodes, &op);
+    int status = rotor_recorder_finish(&self->book, done, nodes, &op);
     if (status != ROTOR_OK || py_book_release_guards(self) != 0 || py_book_settle(self) != 0) {
         return status;
     }
@@ -192,10 +189,10 @@ int py_book_complete(py_recorder_t *self, const py_completion_t *done) {
         }
     }
     for (int64_t k = 0; k < done->count; k++) {
-        self->places[done->nodes[k]] = Py_NewRef(done->places[k]);
+        self->places[nodes[k]] = Py_NewRef(places[k]);
     }
     if (op >= 0) {
-        self->records[op] = Py_NewRef(done->record);
+        self->records[op] = Py_NewRef(record);
     }
     return status;
 }

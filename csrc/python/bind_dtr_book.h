@@ -85,22 +85,10 @@ int py_book_release_guards(py_recorder_t *self);
 /* Room for the objects of so many more nodes and one more operation. */
 int py_book_reserve(py_recorder_t *self, int64_t more);
 
-/* The end of a new operation (rotor_recorder_finish); `nodes` is written to. */
-typedef struct {
-    int64_t recorded;
-    const int64_t *bytes;
-    const int32_t *origins;
-    PyObject *const *places;
-    int64_t count;
-    int64_t cost_ns;
-    int64_t workspace_bytes;
-    int64_t kept_bytes;
-    PyObject *record;
-    int32_t *nodes;
-} py_completion_t;
-
-/* A status, or ROTOR_OK with an exception set. py_book_reserve() has made room for the objects. */
-int py_book_complete(py_recorder_t *self, const py_completion_t *done);
+/* The end of a new operation (rotor_recorder_finish): a status, or ROTOR_OK with an exception set.
+ * py_book_reserve() has made room for the objects; `nodes` is written to. */
+int py_book_complete(py_recorder_t *self, const rotor_completion_t *done, PyObject *const *places,
+                     PyObject *record, int32_t *nodes);
 
 /* A weak reference to a storage, with the numbers that the runtime keeps of it. */
 struct py_ref {

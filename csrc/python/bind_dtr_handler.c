@@ -234,22 +234,17 @@ static int record_results(py_handler_t *self, py_run_t *run, py_made_t *made) {
     if (py_book_reserve(self->recorder, made->count) != 0) {
         goto out;
     }
-    int status = py_book_complete(
-        self->recorder,
-        &(py_completion_t){
-            .recorded = is_recorded ? self->node_count - self->hidden_count : -1,
-            .bytes = made->bytes,
-            .origins = made->origins,
-            .places = made->places,
-            .count = made->count,
-            .cost_ns = run->took_ns,
-            .workspace_bytes = run->needs->is_measured && !run->is_in_place
-                                   ? run->needs->workspace_bytes
-                                   : 0,
-            .kept_bytes = is_recorded ? run->kept_bytes : 0,
-            .record = record,
-            .nodes = made->nodes,
-        });
+    bool has_workspace = run->needs->is_measured && !run->is_in_place;
+    rotor_completion_t done = {
+        .recorded = is_recorded ? self->node_count - self->hidden_count : -1,
+        .bytes = made->bytes,
+        .origins = made->origins,
+        .count = made->count,
+        .cost_ns = run->took_ns,
+        .workspace_bytes = has_workspace ? run->needs->workspace_bytes : 0,
+        .kept_bytes = is_recorded ? run->kept_bytes : 0,
+    };
+    int status = py_book_complete(self->recorder, &done, made->places, record, made->nodes);
     if (py_check_status(self, status) != 0 || py_book_settle(self->recorder) != 0) {
         goto out;
     }

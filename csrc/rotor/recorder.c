@@ -438,40 +438,47 @@ out:
     return ret;
 }
 
+/* The bytes of output k. */
+static int64_t size_of(const rotor_recorder_t *self, const rotor_completion_t *done, int64_t k) {
+    int32_t origin = done->origins[k];
+    return origin >= 0 ? self->nodes[origin].bytes : done->bytes[k];
+}
+
+/* The program's storage is the new version's. */
+static int leave_origin(rotor_recorder_t *self, int32_t origin) {
+    self->nodes[origin].state &= (uint8_t)~ROTOR_NODE_LIVE;
+    self->held_bytes -= self->nodes[origin].bytes;
+    return rotor_recorder_leave_memory(self, origin);
+}
+
 /* The outputs of an operation that is not remembered. */
-static int finish_sources(rotor_recorder_t *self, const int64_t *bytes, const int32_t *origins,
-                          int64_t count, int32_t *nodes) {
-    for (int64_t k = 0; k < count; k++) {
-        int32_t origin = origins[k];
-        int64_t size = origin >= 0 ? self->nodes[origin].bytes : bytes[k];
+static int finish_sources(rotor_recorder_t *self, const rotor_completion_t *done, int32_t *nodes) {
+    for (int64_t k = 0; k < done->count; k++) {
+        int32_t origin = done->origins[k];
+        int64_t size = size_of(self, done, k);
         int ret = rotor_recorder_new_source(self, size, 0, &nodes[k]);
         if (ret == ROTOR_OK && origin >= 0) {
-            self->nodes[origin].state &= (uint8_t)~ROTOR_NODE_LIVE;
-            self->held_bytes -= size;
-            ret = rotor_recorder_leave_memory(self, origin);
+            ret = leave_origin(self, origin);
         }
         if (ret != ROTOR_OK) {
             return ret;
         }
         rotor_recorder_count_bytes(self, size);
-        if ((ret = rotor_eviction_allow(&self->eviction, nodes[k])) != ROTOR_OK) {
-            return ret;
-        }
-        if (origin >= 0 && (ret = rotor_recorder_forget_if_unused(self, origin)) != ROTOR_OK) {
+        if ((ret = rotor_eviction_allow(&self->eviction, nodes[k])) != ROTOR_OK ||
+            (origin >= 0 && (ret = rotor_recorder_forget_if_unused(self, origin)) != ROTOR_OK)) {
             return ret;
         }
     }
     return ROTOR_OK;
 }
 
-static int finish_record(rotor_recorder_t *self, int64_t inputs, const int64_t *bytes,
-                         const int32_t *origins, int64_t count, int64_t cost_ns, int32_t *nodes,
+static int finish_record(rotor_recorder_t *self, const rotor_completion_t *done, int32_t *nodes,
                          int32_t op) {
     rotor_record_t *record = &self->records[op];
-    int32_t *outputs = record->items + inputs;
+    int32_t *outputs = record->items + done->recorded;
     int ret = ROTOR_OK;
 
-    for (int64_t k = 0; k < inputs; k++) {
+    for (int64_t k = 0; k < done->recorded; k++) {
         int32_t input = self->inputs[k];
         record->items[k] = input;
         if (self->nodes[input].needed++ == 0 &&
@@ -480,20 +487,20 @@ static int finish_record(rotor_recorder_t *self, int64_t inputs, const int64_t *
             return ret;
         }
     }
-    for (int64_t k = 0; k < count; k++) {
-        int32_t origin = origins[k];
-        int64_t size = origin >= 0 ? self->nodes[origin].bytes : bytes[k];
+    for (int64_t k = 0; k < done->count; k++) {
+        int32_t origin = done->origins[k];
+        int64_t size = size_of(self, done, k);
         if ((ret = rotor_recorder_new_node(self, size, 0, &nodes[k])) != ROTOR_OK) {
             return ret;
         }
         int32_t node = nodes[k];
         outputs[k] = node;
-        outputs[count + k] = origin;
+        outputs[done->count + k] = origin;
         self->nodes[node].op = op;
         self->nodes[node].version = origin >= 0 ? self->nodes[origin].version + 1 : 0;
         record->remembered++;
-        ret = rotor_eviction_compute(&self->eviction, node, rotor_max(cost_ns, 1));
-        for (int64_t i = 0; i < inputs && ret == ROTOR_OK; i++) {
+        ret = rotor_eviction_compute(&self->eviction, node, rotor_max(done->cost_ns, 1));
+        for (int64_t i = 0; i < done->recorded && ret == ROTOR_OK; i++) {
             ret = rotor_eviction_depend(&self->eviction, node, self->inputs[i]);
         }
         if (ret == ROTOR_OK) {
@@ -502,9 +509,7 @@ static int finish_record(rotor_recorder_t *self, int64_t inputs, const int64_t *
         ret = ret == ROTOR_OK ? rotor_eviction_allow(&self->eviction, node) : ret;
         if (ret == ROTOR_OK && origin >= 0) {
             /* The lock of the new operation is given back below. */
-            self->nodes[origin].state &= (uint8_t)~ROTOR_NODE_LIVE;
-            self->held_bytes -= size;
-            ret = rotor_recorder_leave_memory(self, origin);
+            ret = leave_origin(self, origin);
             rotor_eviction_lock(&self->eviction, origin);
         }
         if (ret != ROTOR_OK) {
@@ -516,38 +521,34 @@ static int finish_record(rotor_recorder_t *self, int64_t inputs, const int64_t *
     return ROTOR_OK;
 }
 
-int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_t *bytes,
-                          const int32_t *origins, int64_t count, int64_t cost_ns,
-                          int64_t workspace_bytes, int64_t kept_bytes, int32_t *nodes,
+int rotor_recorder_finish(rotor_recorder_t *self, const rotor_completion_t *done, int32_t *nodes,
                           int32_t *op) {
-    int64_t total = workspace_bytes;
+    int64_t total = done->workspace_bytes;
     int ret;
 
     *op = -1;
-    for (int64_t k = 0; k < count; k++) {
-        total += origins[k] < 0 ? bytes[k] : 0;
+    for (int64_t k = 0; k < done->count; k++) {
+        total += done->origins[k] < 0 ? done->bytes[k] : 0;
     }
     rotor_recorder_reach(self, total);
     self->held_peak_bytes = rotor_max(self->held_peak_bytes, self->held_bytes + total);
-    self->clock += rotor_max(cost_ns, 1);
-    self->base_ns += cost_ns;
+    self->clock += rotor_max(done->cost_ns, 1);
+    self->base_ns += done->cost_ns;
     self->operations++;
-    rotor_recorder_count_operation(self, cost_ns);
-    if (recorded < 0 || count == 0) {
+    rotor_recorder_count_operation(self, done->cost_ns);
+    if (done->recorded < 0 || done->count == 0) {
         ret = close_frame(self);
-        ret = ret == ROTOR_OK ? finish_sources(self, bytes, origins, count, nodes) : ret;
-        goto out;
+        ret = ret == ROTOR_OK ? finish_sources(self, done, nodes) : ret;
+        return rotor_recorder_settled(self, ret);
     }
-    if ((ret = new_record(self, recorded, count, op)) == ROTOR_OK) {
-        self->records[*op].cost_ns = cost_ns;
-        self->records[*op].workspace_bytes = workspace_bytes;
-        self->records[*op].kept_bytes = kept_bytes;
-        rotor_recorder_count_bytes(self, kept_bytes);
-        ret = finish_record(self, recorded, bytes, origins, count, cost_ns, nodes, *op);
+    if ((ret = new_record(self, done->recorded, done->count, op)) == ROTOR_OK) {
+        self->records[*op].cost_ns = done->cost_ns;
+        self->records[*op].workspace_bytes = done->workspace_bytes;
+        self->records[*op].kept_bytes = done->kept_bytes;
+        rotor_recorder_count_bytes(self, done->kept_bytes);
+        ret = finish_record(self, done, nodes, *op);
     }
     /* The outputs are candidates before the inputs are again, as in the published runtime. */
     int status = close_frame(self);
-    ret = ret == ROTOR_OK ? status : ret;
-out:
-    return rotor_recorder_settled(self, ret);
+    return rotor_recorder_settled(self, ret == ROTOR_OK ? status : ret);
 }

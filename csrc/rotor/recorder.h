@@ -77,12 +77,21 @@ int rotor_recorder_moved(rotor_recorder_t *self, int32_t node);
 /* `bytes` are in use for a moment beside what is counted. */
 void rotor_recorder_reach(rotor_recorder_t *self, int64_t bytes);
 
-/* The new operation ran. `recorded` of its first inputs are what it is computed from; -1: it is not
- * remembered, the outputs are sources. origins[k]: -1, or the input that output k overwrites; then
- * bytes[k] is ignored. *op is -1 where nothing is remembered. */
-int rotor_recorder_finish(rotor_recorder_t *self, int64_t recorded, const int64_t *bytes,
-                          const int32_t *origins, int64_t count, int64_t cost_ns,
-                          int64_t workspace_bytes, int64_t kept_bytes, int32_t *nodes,
+/* What a new operation took, and its outputs. */
+typedef struct {
+    /* input */
+    int64_t recorded; /* so many of its first inputs are what it is computed from; -1: it is not
+                       * remembered, the outputs are sources */
+    const int64_t *bytes;
+    const int32_t *origins; /* -1, or the input that the output overwrites: its bytes are ignored */
+    int64_t count;
+    int64_t cost_ns;
+    int64_t workspace_bytes;
+    int64_t kept_bytes;
+} rotor_completion_t;
+
+/* The new operation ran. *op is -1 where nothing is remembered. */
+int rotor_recorder_finish(rotor_recorder_t *self, const rotor_completion_t *done, int32_t *nodes,
                           int32_t *op);
 int rotor_recorder_abort(rotor_recorder_t *self);
 

@@ -86,7 +86,8 @@ static int operate(rotor_recorder_t *book, const int32_t *inputs, int64_t count,
         ret = make_room(book, origin < 0 ? bytes : 0);
     }
     if (ret == ROTOR_OK) {
-        ret = rotor_recorder_finish(book, count, &bytes, &origin, 1, 5, 0, 0, node, &op);
+        rotor_completion_t done = {count, &bytes, &origin, 1, 5, 0, 0};
+        ret = rotor_recorder_finish(book, &done, node, &op);
     }
     book->event_count = 0;
     return ret;
@@ -229,7 +230,8 @@ static int operate_once(rotor_recorder_t *book, int32_t input, int64_t bytes, in
     int ret = rotor_recorder_begin(book, &input, 1);
     if (ret == ROTOR_OK && (ret = catch_up(book)) == ROTOR_OK &&
         (ret = make_room(book, bytes)) == ROTOR_OK) {
-        ret = rotor_recorder_finish(book, -1, &bytes, &origin, 1, 5, 0, 0, node, &op);
+        rotor_completion_t done = {-1, &bytes, &origin, 1, 5, 0, 0};
+        ret = rotor_recorder_finish(book, &done, node, &op);
     }
     book->event_count = 0;
     return ret;
@@ -400,9 +402,8 @@ static int64_t read_in_turn(bool never_keep, int64_t *thrashes) {
         bool is_new = k < VALUES;
         CHECK(rotor_recorder_begin(&book, is_new ? &source : &values[k % VALUES], 1) == ROTOR_OK);
         CHECK(catch_up(&book) == ROTOR_OK && make_room(&book, is_new ? bytes : 0) == ROTOR_OK);
-        CHECK(rotor_recorder_finish(&book, is_new ? 1 : -1, &bytes, &origin, is_new,
-                                    is_new ? 100 : 1, 0, 0, is_new ? &values[k] : &node,
-                                    &op) == ROTOR_OK);
+        rotor_completion_t done = {is_new ? 1 : -1, &bytes, &origin, is_new, is_new ? 100 : 1, 0, 0};
+        CHECK(rotor_recorder_finish(&book, &done, is_new ? &values[k] : &node, &op) == ROTOR_OK);
         CHECK(recount(&book) == book.current_bytes && book.current_bytes <= 80);
         book.event_count = 0;
     }
