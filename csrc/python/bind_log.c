@@ -4,12 +4,11 @@
 
 /* None, or NULL with the exception of a status. */
 static PyObject *log_answer(PyObject *object, int status, const rotor_log_error_t *error) {
-    PyObject *module = PyType_GetModule(Py_TYPE(object));
     if (status == ROTOR_ERR_FORMAT) {
-        return py_raise_number(py_state(module)->malformed_log_error, py_text(error->message),
-                               error->line);
+        PyObject *type = py_state(PyType_GetModule(Py_TYPE(object)))->malformed_log_error;
+        return py_raise_number(type, py_text(error->message), error->line);
     }
-    return status == ROTOR_OK ? Py_NewRef(Py_None) : py_raise_status(module, status);
+    return py_none(object, status);
 }
 
 static rotor_log_t *log_of(PyObject *object) { return &((py_log_t *)object)->log; }
@@ -148,10 +147,6 @@ static PyObject *py_log_references(PyObject *object, PyObject *argument) {
     return PyLong_FromLongLong(rotor_log_references(log_of(object), (int32_t)tensor));
 }
 
-static PyObject *name_at(const rotor_graph_t *graph, int32_t at) {
-    return py_text(graph->names + at);
-}
-
 PyDoc_STRVAR(log_operation_name_doc, "operation_name(operation, /)\n--\n\n"
                                      "Return the name of an operation; \"constant\" of constants.");
 
@@ -161,7 +156,7 @@ static PyObject *py_log_operation_name(PyObject *object, PyObject *argument) {
     if (!get_index(object, argument, "operation", &graph->operation_count, &index)) {
         return NULL;
     }
-    return name_at(graph, graph->operations[index].name);
+    return py_text(graph->names + graph->operations[index].name);
 }
 
 PyDoc_STRVAR(log_tensor_name_doc, "tensor_name(tensor, /)\n--\n\n"
@@ -173,7 +168,7 @@ static PyObject *py_log_tensor_name(PyObject *object, PyObject *argument) {
     if (!get_index(object, argument, "tensor", &graph->tensor_count, &index)) {
         return NULL;
     }
-    return name_at(graph, graph->tensors[index].name);
+    return py_text(graph->names + graph->tensors[index].name);
 }
 
 /* A number within each item of an array. */

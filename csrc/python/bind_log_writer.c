@@ -27,13 +27,6 @@ static void py_writer_dealloc(PyObject *object) {
     py_dealloc(object);
 }
 
-static PyObject *written(PyObject *object, int status) {
-    if (status != ROTOR_OK) {
-        return py_raise_status(PyType_GetModule(Py_TYPE(object)), status);
-    }
-    Py_RETURN_NONE;
-}
-
 /* The characters of a str, which has to outlive them. */
 static bool get_name(PyObject *object, const char *what, rotor_name_t *name) {
     Py_ssize_t length;
@@ -63,20 +56,15 @@ static PyObject *get_tuple(PyObject *object, const char *what) {
     return PySequence_Tuple(object);
 }
 
-/* The names of a sequence; *tuple keeps them alive. Free the answer with PyMem_Free. */
-static rotor_name_t *get_names(PyObject *object, const char *what, PyObject **tuple) {
-    *tuple = get_tuple(object, what);
-    if (*tuple == NULL) {
-        return NULL;
-    }
-    Py_ssize_t count = PyTuple_GET_SIZE(*tuple);
+/* The names in a tuple, which keeps them alive. Free the answer with PyMem_Free. */
+static rotor_name_t *get_names(PyObject *tuple, const char *what) {
+    Py_ssize_t count = PyTuple_GET_SIZE(tuple);
     rotor_name_t *names = PyMem_New(rotor_name_t, (size_t)count);
     if (names == NULL) {
-        PyErr_NoMemory();
-        return NULL;
+        return (rotor_name_t *)PyErr_NoMemory();
     }
     for (Py_ssize_t k = 0; k < count; k++) {
-        if (!get_name(PyTuple_GET_ITEM(*tuple, k), what, &names[k])) {
+        if (!get_name(PyTuple_GET_ITEM(tuple, k), what, &names[k])) {
             PyMem_Free(names);
             return NULL;
         }
@@ -84,80 +72,78 @@ static rotor_name_t *get_names(PyObject *object, const char *what, PyObject **tu
     return names;
 }
 
+/* The same of indices below a number. */
+static int64_t *get_indices(PyObject *tuple, int64_t below) {
+    Py_ssize_t count = PyTuple_GET_SIZE(tuple);
+    int64_t *indices = PyMem_New(int64_t, (size_t)count);
+    if (indices == NULL) {
+        return (int64_t *)PyErr_NoMemory();
+    }
+    for (Py_ssize_t k = 0; k < count; k++) {
+        if (!py_get_integer(PyTuple_GET_ITEM(tuple, k), "an entry of mutated", 0, below - 1,
+                            &indices[k])) {
+            PyMem_Free(indices);
+            return NULL;
+        }
+    }
+    return indices;
+}
+
+/* CALL or MUTATE; `what`: its third argument. */
+static PyObject *write_operation(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
+                                 const char *method, const char *what, bool mutates) {
+    PyObject *tuples[2] = {NULL, NULL};
+    rotor_name_t *inputs = NULL;
+    rotor_name_t *results = NULL;
+    int64_t *mutated = NULL;
+    rotor_name_t name;
+    int64_t time_ns;
+    int status;
+    PyObject *answer = NULL;
+
+    if (!py_are_counted(method, nargs, 4, 4) || !get_name(args[0], "name", &name) ||
+        (tuples[0] = get_tuple(args[1], "args")) == NULL ||
+        (inputs = get_names(tuples[0], "args")) == NULL ||
+        (tuples[1] = get_tuple(args[2], what)) == NULL ||
+        (!mutates && (results = get_names(tuples[1], what)) == NULL) ||
+        !py_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
+        goto out;
+    }
+    Py_ssize_t input_count = PyTuple_GET_SIZE(tuples[0]);
+    Py_ssize_t count = PyTuple_GET_SIZE(tuples[1]);
+    if (count == 0) {
+        PyErr_Format(PyExc_ValueError, "%s is empty, expected one or more", what);
+        goto out;
+    }
+    if (mutates && (mutated = get_indices(tuples[1], input_count)) == NULL) {
+        goto out;
+    }
+    status = mutates ? rotor_log_write_mutate(writer_of(object), name, inputs, input_count, mutated,
+                                              count, time_ns)
+                     : rotor_log_write_call(writer_of(object), name, inputs, input_count, results,
+                                            count, time_ns);
+    answer = py_none(object, status);
+out:
+    PyMem_Free(inputs);
+    PyMem_Free(results);
+    PyMem_Free(mutated);
+    Py_XDECREF(tuples[0]);
+    Py_XDECREF(tuples[1]);
+    return answer;
+}
+
 PyDoc_STRVAR(writer_call_doc, "call(name, args, results, time_ns, /)\n--\n\n"
                               "Write CALL; memory and alias of every result have to follow.");
 
 static PyObject *py_writer_call(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
-    PyObject *tuples[2] = {NULL, NULL};
-    rotor_name_t *inputs = NULL;
-    rotor_name_t *results = NULL;
-    rotor_name_t name;
-    int64_t time_ns;
-    PyObject *answer = NULL;
-
-    if (!py_are_counted("call", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
-        (inputs = get_names(args[1], "args", &tuples[0])) == NULL ||
-        (results = get_names(args[2], "results", &tuples[1])) == NULL ||
-        !py_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
-        goto out;
-    }
-    if (PyTuple_GET_SIZE(tuples[1]) == 0) {
-        PyErr_SetString(PyExc_ValueError, "results is empty, expected one or more");
-        goto out;
-    }
-    answer = written(object, rotor_log_write_call(writer_of(object), name, inputs,
-                                                  PyTuple_GET_SIZE(tuples[0]), results,
-                                                  PyTuple_GET_SIZE(tuples[1]), time_ns));
-out:
-    PyMem_Free(inputs);
-    PyMem_Free(results);
-    Py_XDECREF(tuples[0]);
-    Py_XDECREF(tuples[1]);
-    return answer;
+    return write_operation(object, args, nargs, "call", "results", false);
 }
 
 PyDoc_STRVAR(writer_mutate_doc, "mutate(name, args, mutated, time_ns, /)\n--\n\n"
                                 "Write MUTATE; `mutated` are indices of `args`.");
 
 static PyObject *py_writer_mutate(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
-    PyObject *tuples[2] = {NULL, NULL};
-    rotor_name_t *inputs = NULL;
-    int64_t *mutated = NULL;
-    rotor_name_t name;
-    int64_t time_ns;
-    PyObject *answer = NULL;
-
-    if (!py_are_counted("mutate", nargs, 4, 4) || !get_name(args[0], "name", &name) ||
-        (inputs = get_names(args[1], "args", &tuples[0])) == NULL ||
-        (tuples[1] = get_tuple(args[2], "mutated")) == NULL ||
-        !py_get_integer(args[3], "time_ns", 0, ROTOR_MAX_VALUE, &time_ns)) {
-        goto out;
-    }
-    Py_ssize_t count = PyTuple_GET_SIZE(tuples[1]);
-    if (count == 0) {
-        PyErr_SetString(PyExc_ValueError, "mutated is empty, expected one or more");
-        goto out;
-    }
-    mutated = PyMem_New(int64_t, (size_t)count);
-    if (mutated == NULL) {
-        PyErr_NoMemory();
-        goto out;
-    }
-    for (Py_ssize_t k = 0; k < count; k++) {
-        if (!py_get_integer(PyTuple_GET_ITEM(tuples[1], k), "an entry of mutated", 0,
-                            PyTuple_GET_SIZE(tuples[0]) - 1, &mutated[k])) {
-            goto out;
-        }
-    }
-    answer = written(object, rotor_log_write_mutate(writer_of(object), name, inputs,
-                                                    PyTuple_GET_SIZE(tuples[0]), mutated, count,
-                                                    time_ns));
-out:
-    PyMem_Free(inputs);
-    PyMem_Free(mutated);
-    Py_XDECREF(tuples[0]);
-    Py_XDECREF(tuples[1]);
-    return answer;
+    return write_operation(object, args, nargs, "mutate", "mutated", true);
 }
 
 static PyObject *write_name(PyObject *object, PyObject *argument, const char *instruction) {
@@ -165,7 +151,7 @@ static PyObject *write_name(PyObject *object, PyObject *argument, const char *in
     if (!get_name(argument, "name", &name)) {
         return NULL;
     }
-    return written(object, rotor_log_write_name(writer_of(object), instruction, name));
+    return py_none(object, rotor_log_write_name(writer_of(object), instruction, name));
 }
 
 PyDoc_STRVAR(writer_constant_doc, "constant(name, /)\n--\n\n"
@@ -195,7 +181,7 @@ static PyObject *py_writer_annotate(PyObject *object, PyObject *argument) {
     if (!get_name(argument, "text", &text)) {
         return NULL;
     }
-    return written(object, rotor_log_write_annotate(writer_of(object), text));
+    return py_none(object, rotor_log_write_annotate(writer_of(object), text));
 }
 
 static PyObject *write_number(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
@@ -207,7 +193,7 @@ static PyObject *write_number(PyObject *object, PyObject *const *args, Py_ssize_
         !py_get_integer(args[1], what, least, most, &number)) {
         return NULL;
     }
-    return written(object, write(writer_of(object), name, number));
+    return py_none(object, write(writer_of(object), name, number));
 }
 
 PyDoc_STRVAR(writer_memory_doc, "memory(name, bytes, /)\n--\n\nWrite MEMORY.");
@@ -232,7 +218,7 @@ static PyObject *write_copy(PyObject *object, PyObject *const *args, Py_ssize_t 
         !get_name(args[1], "src", &source)) {
         return NULL;
     }
-    return written(object, rotor_log_write_copy(writer_of(object), destination, source, rebinds));
+    return py_none(object, rotor_log_write_copy(writer_of(object), destination, source, rebinds));
 }
 
 PyDoc_STRVAR(writer_copy_doc, "copy(dst, src, /)\n--\n\n"

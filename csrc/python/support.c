@@ -125,23 +125,22 @@ PyObject *py_text(const char *text) {
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
+bool py_goes_on(PyObject *progress, int64_t done, int64_t total) {
+    return PyErr_CheckSignals() == 0 &&
+           (progress == NULL ||
+            py_did(PyObject_CallFunction(progress, "LL", (long long)done, (long long)total)) == 0);
+}
+
 static bool watch_goes_on(void *context, int64_t done, int64_t total) {
     py_watch_t *watch = context;
     int64_t now = rotor_clock_ns();
-    bool go;
 
     if (now < watch->next_ns) {
         return true;
     }
     watch->next_ns = now + 50000000;
     PyEval_RestoreThread(watch->saved);
-    go = PyErr_CheckSignals() == 0;
-    if (go && watch->progress != NULL) {
-        PyObject *answer =
-            PyObject_CallFunction(watch->progress, "LL", (long long)done, (long long)total);
-        go = answer != NULL;
-        Py_XDECREF(answer);
-    }
+    bool go = py_goes_on(watch->progress, done, total);
     watch->saved = PyEval_SaveThread();
     return go;
 }
@@ -177,14 +176,13 @@ bool py_get_integer(PyObject *object, const char *what, int64_t least, int64_t m
         return false;
     }
     *integer = PyLong_AsLongLongAndOverflow(number, &overflow);
-    if (overflow != 0 || *integer < least || *integer > most) {
+    bool fits = overflow == 0 && *integer >= least && *integer <= most;
+    if (!fits) {
         PyErr_Format(PyExc_ValueError, "%s is %S, expected an integer from %lld to %lld", what,
                      number, (long long)least, (long long)most);
-        Py_DECREF(number);
-        return false;
     }
     Py_DECREF(number);
-    return true;
+    return fits;
 }
 
 int py_read_link(PyObject *given, rotor_link_t *link) {
@@ -229,6 +227,10 @@ int py_check_status(void *object, int status) {
         (void)py_raise_status(PyType_GetModule(Py_TYPE(object)), status);
     }
     return PyErr_Occurred() ? -1 : 0;
+}
+
+PyObject *py_none(void *object, int status) {
+    return py_check_status(object, status) == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 int py_did(PyObject *result) {

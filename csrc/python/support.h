@@ -83,6 +83,9 @@ typedef struct {
     int64_t next_ns;
 } py_watch_t;
 
+/* Looks for signals and calls `progress`, NULL for none; false with an exception. */
+bool py_goes_on(PyObject *progress, int64_t done, int64_t total);
+
 void py_watch_begin(py_watch_t *watch, PyObject *progress);
 void py_watch_end(py_watch_t *watch);
 
@@ -140,6 +143,8 @@ void py_append(PyObject **list, PyObject *item);
 
 /* Sets the exception of a status, for an object of the module; -1 where one is set. */
 int py_check_status(void *object, int status);
+/* None; NULL where an exception is set. */
+PyObject *py_none(void *object, int status);
 
 /* Adds an immutable type to the module, with flags beside the usual ones, and keeps a reference
  * where `kept`, of the state, is not NULL. */
