@@ -6,9 +6,9 @@
 #include "replay.h"
 
 typedef struct {
-    PyObject *module;   /* borrowed, as all here */
-    PyObject *callable;
-    PyObject *name;     /* of the heuristic, for messages */
+    PyObject *module;   /* borrowed */
+    PyObject *callable; /* NULL: a published heuristic */
+    PyObject *name;     /* for messages */
     int64_t now;
     bool has_classes;   /* whether the runtime keeps them */
 } py_heuristic_t;

@@ -66,16 +66,6 @@ static PyGetSetDef operator_mode_getset[] = {
 PyDoc_STRVAR(operator_mode_doc, "OperatorMode()\n--\n\n"
                                 "Base of a mode of operators that a Handler runs.");
 
-static PyType_Slot operator_mode_slots[] = {
-    {Py_tp_methods, operator_mode_methods},
-    {Py_tp_getset, operator_mode_getset},
-    {Py_tp_traverse, py_mode_traverse},
-    {Py_tp_clear, py_mode_clear},
-    {Py_tp_dealloc, py_dealloc},
-    {Py_tp_doc, (void *)operator_mode_doc},
-    {0, NULL},
-};
-
 /* FunctionMode */
 
 static PyObject *py_call_function(PyObject *object, PyObject *const *args, Py_ssize_t count) {
@@ -132,21 +122,25 @@ static PyGetSetDef function_mode_getset[] = {
 PyDoc_STRVAR(function_mode_doc, "FunctionMode()\n--\n\n"
                                 "Base of a mode of functions that acts before some of them.");
 
-static PyType_Slot function_mode_slots[] = {
-    {Py_tp_methods, function_mode_methods},
-    {Py_tp_getset, function_mode_getset},
-    {Py_tp_traverse, py_mode_traverse},
-    {Py_tp_clear, py_mode_clear},
-    {Py_tp_dealloc, py_dealloc},
-    {Py_tp_doc, (void *)function_mode_doc},
-    {0, NULL},
-};
+static int add_mode(PyObject *module, const char *name, PyMethodDef *methods, PyGetSetDef *getset,
+                    const char *doc) {
+    PyType_Slot slots[] = {
+        {Py_tp_methods, methods},
+        {Py_tp_getset, getset},
+        {Py_tp_traverse, py_mode_traverse},
+        {Py_tp_clear, py_mode_clear},
+        {Py_tp_dealloc, py_dealloc},
+        {Py_tp_doc, (void *)(uintptr_t)doc},
+        {0, NULL},
+    };
+    return py_add_type(module, name, sizeof(py_mode_t), Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+                       slots, NULL);
+}
 
 int py_add_modes(PyObject *module) {
-    const unsigned long flags = Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC;
-    int ret = py_add_type(module, "rotor._core.OperatorMode", sizeof(py_mode_t), flags,
-                          operator_mode_slots, NULL);
-    return ret == 0 ? py_add_type(module, "rotor._core.FunctionMode", sizeof(py_mode_t),
-                                  flags, function_mode_slots, NULL)
+    int ret = add_mode(module, "rotor._core.OperatorMode", operator_mode_methods,
+                       operator_mode_getset, operator_mode_doc);
+    return ret == 0 ? add_mode(module, "rotor._core.FunctionMode", function_mode_methods,
+                               function_mode_getset, function_mode_doc)
                     : ret;
 }

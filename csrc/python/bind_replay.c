@@ -6,8 +6,7 @@
 typedef struct {
     PyObject_HEAD
     py_log_t *log;
-    PyObject *callable; /* NULL: a published heuristic */
-    PyObject *name;
+    py_heuristic_t call;
     PyObject *progress; /* borrowed, of a run that holds the GIL */
     rotor_heuristic_t heuristic;
     rotor_replay_t replay;
@@ -15,39 +14,20 @@ typedef struct {
     bool has_ended;  /* with an exception, or an outcome other than ok */
 } py_replay_t;
 
-static PyObject *module_of(PyObject *object) { return PyType_GetModule(Py_TYPE(object)); }
-
 static int call_heuristic(void *context, rotor_eviction_t *engine, int32_t storage, double *cost) {
-    const py_replay_t *self = context;
+    py_replay_t *self = context;
 
-    if (self->callable == NULL) {
+    if (self->call.callable == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "the heuristic has been collected");
         return ROTOR_ERR_INTERRUPTED;
     }
-    py_heuristic_t call = {
-        .module = module_of((PyObject *)context),
-        .callable = self->callable,
-        .name = self->name,
-        .now = self->replay.clock,
-        .has_classes = self->replay.options.runtime != ROTOR_V1,
-    };
-    return py_call_heuristic(&call, engine, storage, cost);
+    self->call.now = self->replay.clock;
+    return py_call_heuristic(&self->call, engine, storage, cost);
 }
 
 /* The callback of a run that holds the GIL. */
 static bool replay_goes_on(void *context, int64_t done, int64_t total) {
-    const py_replay_t *self = context;
-    PyObject *answer;
-
-    if (PyErr_CheckSignals() != 0) {
-        return false;
-    }
-    if (self->progress == NULL) {
-        return true;
-    }
-    answer = PyObject_CallFunction(self->progress, "LL", (long long)done, (long long)total);
-    Py_XDECREF(answer);
-    return answer != NULL;
+    return py_goes_on(((const py_replay_t *)context)->progress, done, total);
 }
 
 /* The Replay type. */
@@ -79,7 +59,7 @@ static int set_heuristic(py_replay_t *self, PyObject *heuristic,
         }
         options->heuristic = rotor_find_heuristic(name);
         if (options->heuristic != NULL && options->heuristic->numerator != ROTOR_CALLBACK) {
-            self->name = Py_NewRef(heuristic);
+            self->call.name = Py_NewRef(heuristic);
             return 0;
         }
         PyErr_Format(PyExc_ValueError, "no heuristic is named %R", heuristic);
@@ -89,17 +69,17 @@ static int set_heuristic(py_replay_t *self, PyObject *heuristic,
         PyErr_Format(PyExc_TypeError, "heuristic must be a name or a callable, got %R", heuristic);
         return -1;
     }
-    self->name = PyObject_GetAttrString(heuristic, "__name__");
-    if (self->name == NULL || !PyUnicode_Check(self->name)) {
+    self->call.name = PyObject_GetAttrString(heuristic, "__name__");
+    if (self->call.name == NULL || !PyUnicode_Check(self->call.name)) {
         PyErr_Clear();
-        Py_XSETREF(self->name, PyType_GetName(Py_TYPE(heuristic)));
+        Py_XSETREF(self->call.name, PyType_GetName(Py_TYPE(heuristic)));
     }
-    self->heuristic.name = self->name == NULL ? NULL : PyUnicode_AsUTF8(self->name);
+    self->heuristic.name = self->call.name == NULL ? NULL : PyUnicode_AsUTF8(self->call.name);
     if (self->heuristic.name == NULL) {
         return -1;
     }
     self->heuristic.numerator = ROTOR_CALLBACK;
-    self->callable = Py_NewRef(heuristic);
+    self->call.callable = Py_NewRef(heuristic);
     options->heuristic = &self->heuristic;
     options->cost = call_heuristic;
     options->context = self;
@@ -154,6 +134,8 @@ static PyObject *py_replay_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         return NULL;
     }
     self->log = (py_log_t *)Py_NewRef(log);
+    self->call.module = module;
+    self->call.has_classes = runtime != ROTOR_V1;
     options.runtime = (enum rotor_runtime)runtime;
     options.ignores_releases = ignores_releases != 0;
     options.stats = stats != 0;
@@ -167,7 +149,7 @@ static PyObject *py_replay_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     }
     int ret = rotor_replay_init(&self->replay, &log->log, &options);
     if (ret == ROTOR_ERR_BAD_HEURISTIC) {
-        PyErr_Format(PyExc_ValueError, "%s: %R", rotor_strerror(ret), self->name);
+        PyErr_Format(PyExc_ValueError, "%s: %R", rotor_strerror(ret), self->call.name);
     } else if (ret != ROTOR_OK) {
         py_raise_status(module, ret);
     }
@@ -182,12 +164,12 @@ static int py_replay_traverse(PyObject *object, visitproc visit, void *arg) {
     py_replay_t *self = (py_replay_t *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->log);
-    Py_VISIT(self->callable);
+    Py_VISIT(self->call.callable);
     return 0;
 }
 
 static int py_replay_clear(PyObject *object) {
-    Py_CLEAR(((py_replay_t *)object)->callable);
+    Py_CLEAR(((py_replay_t *)object)->call.callable);
     return 0;
 }
 
@@ -196,7 +178,7 @@ static void py_replay_dealloc(PyObject *object) {
     PyObject_GC_UnTrack(object);
     rotor_replay_free(&self->replay);
     Py_XDECREF(self->log);
-    Py_XDECREF(self->name);
+    Py_XDECREF(self->call.name);
     py_dealloc(object);
 }
 
@@ -222,7 +204,7 @@ static PyObject *raise_run(py_replay_t *self, int status) {
         return PyErr_Format(PyExc_ValueError, "%s: command %lld, of %s", rotor_strerror(status),
                             (long long)replay->next_command, graph->names + name);
     }
-    return py_raise_status(module_of((PyObject *)self), status);
+    return py_raise_status(self->call.module, status);
 }
 
 PyDoc_STRVAR(run_doc,
@@ -286,13 +268,11 @@ static PyObject *py_replay_locked(PyObject *object, PyObject *unused) {
     if (check_is_still(self) != 0) {
         return NULL;
     }
-    int64_t count = rotor_replay_locked(&self->replay, NULL, 0);
-    int32_t *storages = rotor_malloc_array(count, sizeof(*storages));
+    int32_t *storages = rotor_malloc_array(self->replay.eviction.count, sizeof(*storages));
     if (storages == NULL) {
         return PyErr_NoMemory();
     }
-    rotor_replay_locked(&self->replay, storages, count);
-    PyObject *answer = py_wide_bytes(storages, count);
+    PyObject *answer = py_wide_bytes(storages, rotor_replay_locked(&self->replay, storages));
     rotor_free(storages);
     return answer;
 }

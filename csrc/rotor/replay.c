@@ -367,16 +367,13 @@ bool rotor_replay_is_defined(const rotor_replay_t *self, int64_t tensor) {
     return tensor >= 0 && tensor < self->tensor_count && rotor_replay_has(self, (int32_t)tensor);
 }
 
-int64_t rotor_replay_locked(const rotor_replay_t *self, int32_t *storages, int64_t capacity) {
+int64_t rotor_replay_locked(const rotor_replay_t *self, int32_t *storages) {
     int64_t count = 0;
     for (int64_t k = 0; k < self->eviction.count; k++) {
         if (rotor_eviction_is(&self->eviction, (int32_t)k, ROTOR_MATERIAL) &&
             (self->eviction.candidates[k].locks > 0 ||
              rotor_eviction_is(&self->eviction, (int32_t)k, ROTOR_PINNED))) {
-            if (count < capacity) {
-                storages[count] = (int32_t)k;
-            }
-            count++;
+            storages[count++] = (int32_t)k;
         }
     }
     return count;

@@ -35,9 +35,8 @@ int rotor_replay_run(rotor_replay_t *self, const rotor_callback_t *callback);
 
 bool rotor_replay_is_defined(const rotor_replay_t *self, int64_t tensor);
 
-/* The storages that are in memory and locked or pinned, at most `capacity` of them; all are counted.
- * `storages` may be NULL where capacity is 0. */
-int64_t rotor_replay_locked(const rotor_replay_t *self, int32_t *storages, int64_t capacity);
+/* Counts the storages that are in memory and locked or pinned; `storages` has room for all. */
+int64_t rotor_replay_locked(const rotor_replay_t *self, int32_t *storages);
 
 int64_t rotor_replay_footprint(const rotor_replay_t *self);
 

@@ -99,14 +99,14 @@ static void test_running_out_and_thrashing(void) {
     CHECK(rotor_replay_init(&replay, &log, &options) == ROTOR_OK);
     CHECK(rotor_replay_run(&replay, NULL) == ROTOR_OK && replay.outcome == ROTOR_RUN_OOM);
     CHECK(replay.failed_operation >= 0 && replay.failed_bytes == 1 && replay.memory == 2);
-    CHECK(rotor_replay_locked(&replay, locked, 8) == 2 && replay.max_locked_bytes == 2);
+    CHECK(rotor_replay_locked(&replay, locked) == 2 && replay.max_locked_bytes == 2);
     int64_t moment = replay.max_locked_execution;
     rotor_replay_free(&replay);
 
     options.stop_at_execution = moment;
     CHECK(rotor_replay_init(&replay, &log, &options) == ROTOR_OK);
     CHECK(rotor_replay_run(&replay, NULL) == ROTOR_OK && replay.outcome == ROTOR_RUN_STOPPED);
-    CHECK(replay.executions == moment && rotor_replay_locked(&replay, NULL, 0) == 2);
+    CHECK(replay.executions == moment && rotor_replay_locked(&replay, locked) == 2);
     rotor_replay_free(&replay);
 
     options = options_of("LRU", 3);
