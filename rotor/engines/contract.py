@@ -314,8 +314,12 @@ class Searches(Protocol):
         """End them, and drop the programs that they made: the limit or an option has changed."""
         ...
 
-    def finish(self, timeout: float | None) -> bool:
-        """Bring them to their end; return whether that took at most `timeout` seconds."""
+    def finish(self, end: float, *, measures: bool) -> bool:
+        """Bring them to their end; return whether that was reached by `end`, a monotonic time.
+
+        Nothing is measured while a step keeps its values, with `measures` False: what its search
+        waits for is then left.
+        """
         ...
 
 

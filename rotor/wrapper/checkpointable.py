@@ -568,12 +568,13 @@ class Checkpointable(ReportingModule):
     def wait_for_planning(self, timeout: float | None = None) -> bool:
         """Bring the search for better plans to its end; return whether none is left.
 
-        What is left to measure is measured now, and the following step runs the best plan.
+        What is left to measure is measured now, unless a backward is still to come; the following
+        step runs the best plan.
 
         Parameters
         ----------
         timeout
-            Most seconds to wait; ``None`` for any number.
+            Most seconds to wait; any number by default.
         """
         return self._driver.finish_planning(timeout)
 

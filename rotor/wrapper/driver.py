@@ -7,6 +7,7 @@ plan, the run, the metering, and the lessons of the meter.
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 import weakref
@@ -374,11 +375,9 @@ class Driver:
 
     def finish_planning(self, timeout: float | None) -> bool:
         """Wait for background searches, some seconds at most; return whether none is left."""
-        end = None if timeout is None else time.monotonic() + timeout
-        return all(
-            searches.finish(None if end is None else max(end - time.monotonic(), 0))
-            for searches in self.context.searches
-        )
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        measures = not self.is_pending()
+        return all(searches.finish(end, measures=measures) for searches in self.context.searches)
 
     def curve(self, points: int, *, training: bool) -> tuple[Curve, torch.device]:
         """Return step time against limit by the latest measure, and the device of the steps."""

@@ -155,6 +155,21 @@ def test_nothing_is_measured_that_needs_more_than_the_limit(limit, monkeypatch):
     assert rough.refinement.is_done
 
 
+def test_waiting_measures_nothing_while_a_backward_is_to_come(limit):
+    chk = wrapped(limit)
+    stepped(chk)
+    train(chk, rows(), 2)
+    (rough,) = engine_of(chk).improver.rough.values()
+    left = rough.refinement.left
+    loss = chk(rows()).square().mean()
+    assert not chk.wait_for_planning()
+    assert rough.refinement.left == left
+    loss.backward()
+    assert chk.plan.measured_bytes <= limit
+    assert chk.wait_for_planning()
+    assert not rough.refinement.left
+
+
 def test_no_search_while_a_backward_is_to_come(limit):
     chk = wrapped(limit)
     executor = stepped(chk)

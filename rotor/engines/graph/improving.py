@@ -531,15 +531,20 @@ class Improver:
         if self.context.latest is old:
             self.context.latest = new
 
-    def finish(self, timeout: float | None) -> bool:
-        """Bring all searches to their end; return whether that took at most `timeout` seconds."""
-        end = None if timeout is None else time.monotonic() + timeout
+    def finish(self, end: float, *, measures: bool) -> bool:
+        """Bring all searches to their end; return whether that was reached by `end`.
+
+        Nothing is measured with `measures` False, and a search that waits for that is left.
+        """
         for search in list(self._searches.values()):
-            while search.job is not None or self._next(search) is not None:
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
+            while (target := search.target if search.job else self._next(search)) is not None:
+                left = end - time.monotonic()
+                if left <= 0:
                     return False
-                if search.job is not None and not search.job.wait(left):
+                if search.job is not None:
+                    if not search.job.wait(None if left == math.inf else left):
+                        return False
+                elif not measures and target.plan.key.measured in self.rough:
                     return False
                 self._advance(search, None)
             for target in search.targets.values():
