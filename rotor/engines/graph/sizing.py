@@ -189,15 +189,13 @@ class Family:
         price: Callable[[Lowered], Sequence[Cost]],
         alone: Iterable[Alone],
         state: AwayState | None = None,
-        is_whole: bool = True,
         **facts: Any,
     ) -> tuple[ShapeStep, bool]:
         """Return the step of a call that was captured with symbols, and whether its graph is new.
 
         `slots` are those of the module's parameters. A new graph has the costs that `price` returns
         at the sizes of the call, and those of the shapes that were captured `alone`; `state` has
-        the parameters that are in a second tier, `is_whole` is as of `Away.of`, and `facts` are as
-        of `SymbolicGraph`.
+        the parameters that are in a second tier, and `facts` are as of `SymbolicGraph`.
         """
         captured, lowered = found.captured, found.captured.lowered
         values = tuple(origin_values(lowered, found.primals))
@@ -214,7 +212,7 @@ class Family:
             leaf_sizes=sizes,
             capture=self.capture,
             owners=owners,
-            away=Away.of(state, lowered, owners, slots, is_whole=is_whole),
+            away=Away.of(state, lowered, owners, slots),
             **facts,
         )
         costs = price(graph.concrete(values))

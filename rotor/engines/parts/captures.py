@@ -145,7 +145,6 @@ class Captures:
                 lambda lowered: self._price(lowered, self.device, found.primals),
                 self._alone.get(id(family), []),
                 state=self.away,
-                is_whole=False,
                 loss_captured=False,
                 offload=self.offload,
                 releases_outputs=True,
@@ -194,7 +193,7 @@ class Captures:
                     releases_outputs=True,
                 )
                 slots = slots_of(module)
-                step.away = Away.of(self.away, captured.lowered, owners, slots, is_whole=False)
+                step.away = Away.of(self.away, captured.lowered, owners, slots)
                 step = _leaving(step, module)
                 orders = self._orders.setdefault((key[1:], len(captured.lowered.tasks)), {})
                 kind = Kind(step, {} if self.away is None else orders, away=self.away)

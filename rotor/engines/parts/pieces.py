@@ -73,6 +73,8 @@ class Site:
     """Further calls of a chain, in order."""
     is_held: bool = False
     """True if the code around it keeps its outputs for the backward."""
+    around_bytes: int = 0
+    """Bytes that autograd keeps around it while it runs, its inputs included."""
     failed: bool = False
     varies: bool = False
     """True if an earlier search found it called with another signature: no new search follows."""
@@ -124,6 +126,10 @@ class Pieces(Parts):
     def options(self) -> list[list[Option]]:
         """Return the options of each piece."""
         return [site.kind.options(site.is_held) for site in self.sites]
+
+    def around_bytes(self) -> list[int]:
+        """Return the bytes that are kept around each piece while it runs."""
+        return [site.around_bytes for site in self.sites]
 
     def has_shared_parameters(self, model: nn.Module) -> bool:
         """Return whether a captured call has a parameter that other code of the model uses too."""
@@ -421,6 +427,8 @@ class _Search:
             starting[phase] += self.sizes[identity]
             largest[phase] = max(largest[phase], self.sizes[identity])
         kept = list(accumulate(starting))
+        for site, size in zip(self.sites, kept[1::2], strict=False):
+            site.around_bytes = size
         later, fetched = self._gradients(), self._fetched_bytes()
         transient = [CODE_FACTOR * largest[2 * k] + later[k] + fetched for k in range(count + 1)]
         transient[count] = max(transient[count], output_bytes + assumed_loss_bytes(output_bytes))

@@ -114,6 +114,10 @@ class Parts(ABC):
     def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
         """Return the program of each part and the places that it needs; ``None`` without one."""
 
+    def around_bytes(self) -> list[int]:
+        """Return bytes that are in memory for certain while each part runs, beside its own."""
+        return [0] * len(self.sites)
+
     def may_offload(self) -> bool:
         """Return whether a part has a graph, whose programs may move values to the tier."""
         return True
@@ -310,8 +314,12 @@ def without_bases(bases: Bases) -> Bases:
 
 
 def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) -> Bases:
-    """Return the memory beside the parts of a metered step; with `most`, earlier maxima stay."""
-    parts = plan.parts
+    """Return the memory beside the parts of a metered step; with `most`, earlier maxima stay.
+
+    What is predicted for a part can be too much, by as much as its neighbourhood then seems to need
+    too little: less than what surely is there is not believed.
+    """
+    parts, around = plan.parts, plan.parts.around_bytes()
     chosen = [options[k] for options, k in zip(parts.options(), plan.choice, strict=True)]
     found: dict[tuple[str, int], int] = {}
     pending: set[int] = set()
@@ -327,6 +335,8 @@ def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) 
             pending.discard(k)
             peak -= chosen[k].backward_bytes
         peak -= sum(chosen[j].kept_bytes for j in pending if j < k)
+        if part != "between":
+            peak = max(peak, around[k])
         found[place] = max(found.get(place, peak), peak)
 
     def measured(part: str, old: tuple[int, ...]) -> tuple[int, ...]:

@@ -33,14 +33,11 @@ class Away:
         lowered: Lowered,
         owners: Owners | None,
         slots: Sequence[core.Slot],
-        *,
-        is_whole: bool = True,
     ) -> Away | None:
         """Return the gradients of a captured step that leave, if any can.
 
         What makes or reads them runs once from now on: they are in memory while they leave, and go
-        with their handover. With `is_whole`, no other code of the model runs. Raise CannotPlan if
-        the origins of gradients are unknown.
+        with their handover. Raise CannotPlan if the origins of gradients are unknown.
         """
         if state is None:
             return None
@@ -61,6 +58,5 @@ class Away:
         for task in lowered.tasks:
             is_used = not leaving.isdisjoint((*task.inputs, *task.made.values()))
             task.once |= is_used and task.node is not None
-        expect = state.expect if is_whole else None
-        standing = Standing(state.parameter_of, expect)
+        standing = Standing(state.parameter_of, state.expect)
         return cls(frozenset(found), state.settle, standing, state.tier.alignment_bytes)

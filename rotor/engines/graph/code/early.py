@@ -54,10 +54,8 @@ class Standing:
 
     parameter_of: Callable[[Any], Any]
     """Function that returns the parameter for which a tensor stands; another tensor itself."""
-    expect: Callable[[Sequence[torch.Tensor]], None] | None
-    """Function that is told the parameters whose whole gradients come next; ``None`` where other
-    code may add to them.
-    """
+    expect: Callable[[Sequence[torch.Tensor]], None]
+    """Function that is told the parameters whose gradients may leave while the code goes on."""
 
 
 def slots_of(module: nn.Module) -> list[core.Slot]:
@@ -318,7 +316,8 @@ class Delivery:
         for those that its proof has.
         """
         if self._expect is not None:
-            self._expect(owners)
+            # After the last gradients nothing of this call waits until they have left.
+            self._expect(() if self._parts is None else owners)
         prover = self._code.prover
         if self._parts is not None and prover is not None and not prover.step.has_state:
             self._undo.append(gradients_before(owners))
