@@ -14,6 +14,8 @@ from torch.nn import functional as F
 import rotor
 from rotor.engines.graph import capture
 from rotor.memory import meter
+from rotor.tier.homes import AwayTensor
+from rotor.tier.state import AwayState
 
 LIMIT = 700_000
 
@@ -108,6 +110,18 @@ def test_all_lengths_share_captures(monkeypatch):
     assert len(captured) == 6
     chk(*batches(1, 19)[0]).backward()
     assert len(captured) == 6
+
+
+def test_gradients_leave_while_the_backward_of_a_part_goes_on(monkeypatch):
+    chk, _ = compare("dropout")
+    awaited, take = [], AwayState.take
+    monkeypatch.setattr(AwayState, "take", lambda *given: awaited.append(given[1]) or take(*given))
+    chk(*batches(1)[0]).backward()
+    inside = [p for p in chk.module.blocks.parameters() if isinstance(p, AwayTensor)]
+    assert all(isinstance(p.grad, AwayTensor) for p in inside)
+    assert len(inside) == 12
+    assert not {*map(id, inside)} & {*map(id, awaited)}
+    assert awaited
 
 
 class Foreign(test_larger.Block):
