@@ -19,8 +19,8 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor._pytorch import traces as modes
-from rotor.common.module_state import Watch, is_library, is_same, is_scalar
-from rotor.common.places import MISSING, Attribute, Contents, Entry, Place
+from rotor.common.module_state import Watch, is_library
+from rotor.common.places import MISSING, Attribute, Contents, Entry, Place, is_same, is_scalar
 from rotor.errors import RecomputationError
 
 _MOST_ITEMS = 1_000

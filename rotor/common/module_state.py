@@ -38,10 +38,15 @@ from rotor.common.places import (
     Entry,
     Inner,
     Place,
+    are_put_back,
     copied,
     global_names,
+    is_put_back,
+    is_same,
+    is_scalar,
     iterators_within,
     numpy_module,
+    same_state,
     state_of,
     used_names,
 )
@@ -54,8 +59,6 @@ _MOST_CELLS = 100_000
 _MOST_ENTRIES = 1000
 """Entries of a container of a library, such as a vocabulary, above which it is left unwatched."""
 _MOST_FOREIGN = 10_000
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_PLAIN = frozenset(_SCALARS)
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _WATCHED: tuple[type, ...] = (
     *(types.SimpleNamespace, argparse.Namespace, UserDict, UserList, weakref.WeakSet),
@@ -82,6 +85,20 @@ def _is_installed(package: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+_OPAQUE = frozenset(
+    [
+        *("_queue.SimpleQueue", "sqlite3.Connection", "sqlite3.Cursor", "decimal.Context"),
+        *("_hashlib.HASH", "_hashlib.HMAC", "zlib.Compress", "zlib.Decompress"),
+        *("numpy.nditer", "numpy.random.bit_generator.SeedSequence"),
+    ]
+)
+"""Types of objects whose state can be changed, and not put back."""
+
+
+def _is_opaque(kind: type) -> bool:
+    return f"{kind.__module__}.{kind.__qualname__}" in _OPAQUE
+
+
 def is_library(name: str | None) -> bool:
     """Return whether the state of a Python module of this name is left unwatched."""
     name = name or ""
@@ -89,53 +106,6 @@ def is_library(name: str | None) -> bool:
     if package == "rotor":
         return not name.startswith("rotor.models")
     return name != "__main__" and (package in _LIBRARIES or _is_installed(package))
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a value cannot be changed, and holds no others, as attributes of its own."""
-    return type(value) in _PLAIN or (
-        isinstance(value, _SCALARS) and not _has_attributes(type(value))
-    )
-
-
-def _has_attributes(kind: type) -> bool:
-    return kind.__dictoffset__ != 0 or bool(slot_names(kind))
-
-
-def is_same(a: Any, b: Any) -> bool:
-    """Return whether two values are the same object, or equal scalars and states."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return False
-    if isinstance(a, _SCALARS):
-        is_equal = a == b or repr(a) == repr(b)
-        return is_equal and _same_entries(
-            getattr(a, "__dict__", None), getattr(b, "__dict__", None)
-        )
-    if isinstance(a, tuple | list) and len(a) == len(b):
-        return all(is_same(one, other) for one, other in zip(a, b, strict=True))
-    return False
-
-
-def _same_entries(a: dict[str, Any] | None, b: dict[str, Any] | None) -> bool:
-    if not a or not b:
-        return not a and not b
-    return is_same(list(a), list(b)) and is_same(list(a.values()), list(b.values()))
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(_same_state(x, y) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "tobytes"):
-        return bool(a.tobytes() == b.tobytes() and a.dtype == b.dtype)
-    return bool(a == b)
 
 
 def _position(iterator: Any) -> Any:
@@ -167,7 +137,10 @@ class _Values:
             for key in self.keys()
         ]
 
-    def changed(self) -> list[Place]:
+    def former(self, place: Place) -> Any:
+        return self.before.get(place.key)
+
+    def changed(self, same: Callable[[Any, Any], bool] = is_same) -> list[Place]:
         places = {place.key: place for place in self.places()}
         for key in self.before:
             if key not in places:
@@ -175,11 +148,11 @@ class _Values:
         return [
             place
             for key, place in places.items()
-            if not is_same(place.get(), self.before.get(key, MISSING))
+            if not same(place.get(), self.before.get(key, MISSING))
         ]
 
     def restore(self, among: _Identities = None) -> None:
-        for place in self.changed():
+        for place in self.changed(is_put_back):
             is_new = place.key not in self.before
             if among is None or place.identity in among or (is_new and self.new_key in among):
                 place.put(self.before.get(place.key, MISSING))
@@ -200,12 +173,19 @@ class _Whole:
     def places(self) -> list[Place]:
         return [self.place]
 
+    def former(self, place: Place) -> Any:
+        del place
+        return self.before
+
     def changed(self) -> list[Place]:
         return [] if self.same(self.before, self.place.get()) else [self.place]
 
     def restore(self, among: _Identities = None) -> None:
-        if self.changed() and (among is None or self.place.identity in among):
-            self.place.put(self.before)
+        if among is None or self.place.identity in among:
+            now = self.place.get()
+            same = are_put_back if isinstance(self.place, Contents) else self.same
+            if not same(now, self.before):
+                self.place.put(self.before)
 
 
 class _Mutable:
@@ -217,9 +197,6 @@ class _Mutable:
         self.is_tensor = isinstance(value, torch.Tensor)
         self.version = value._version if self.is_tensor else _position(value)
         self.copy = copied(value, {})
-
-    def places(self) -> list[Place]:
-        return []
 
     def changed(self) -> list[Place]:
         if self.is_tensor:
@@ -266,7 +243,8 @@ class Watch:
     Without `copies_tensors` the values of tensors are left to others. `slots_of` returns containers
     of a module to note as well: of parameters, buffers, children and hooks. `generators` are the
     names of running generators (functions with ``yield``), and `streams` those of streams that can
-    be written to: neither can be set back. `files` are open files that can be written to.
+    be written to: neither can be set back. Nor can the objects of C that `opaque` names with their
+    types. `files` are open files that can be written to.
     """
 
     most: ClassVar[int] = _MOST_CELLS
@@ -292,6 +270,7 @@ class Watch:
         self.generators: list[str] = []
         self.files: list[Any] = []
         self.streams: list[str] = []
+        self.opaque: list[str] = []
         modules = list(modules)
         for _, module in modules:
             if isinstance(module, nn.Module):
@@ -364,8 +343,12 @@ class Watch:
                 self._waiting.append((name, value.__wrapped__, None))
         elif state_of(value) is not MISSING:
             self._state(name, value)
+            if getattr(getattr(value, "dtype", None), "hasobject", False):
+                self._waiting += [(name, item, None) for item in value.flat]
         elif isinstance(value, io.IOBase) and is_library(type(value).__module__):
             self._stream(name, value)
+        elif not is_foreign and _is_opaque(type(value)):
+            self.opaque.append(f"{name} is a {type(value).__qualname__}")
         elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
             self._mutable(value, holder)
             if any(isinstance(one, types.GeneratorType) for one in iterators_within(value)):
@@ -494,7 +477,7 @@ class Watch:
 
     def _state(self, name: str, owner: Any) -> None:
         self._keep.append(owner)
-        self._cells[id(owner), None] = _Whole(Inner(name, owner), _same_state)
+        self._cells[id(owner), None] = _Whole(Inner(name, owner), same_state)
 
     def _mutable(self, value: Any, holder: Place | None) -> None:
         if holder is None:
@@ -522,6 +505,18 @@ class Watch:
         """Return whether the modules could read or change a place."""
         return id(place.owner) in self._owners
 
+    def _held(self) -> Iterator[tuple[Place, Any]]:
+        """Yield each place with what it holds, and with what it held at construction."""
+        for cell in [cell for cell in self._cells.values() if not isinstance(cell, _Mutable)]:
+            for place in cell.places():
+                yield from _within(place, place.get())
+                yield from _within(place, cell.former(place))
+
+    def storages(self) -> set[int]:
+        """Return the identities of the storages of all tensors at these places."""
+        tensors = [held for _, held in self._held() if isinstance(held, torch.Tensor)]
+        return {core.storage_identity(part) for t in tensors for part in core.strided_parts(t)}
+
     def identities(self, storages: Collection[int] = ()) -> set[tuple[int, Any]]:
         """Return the identities of the places that changed, or that hold what changed.
 
@@ -529,15 +524,13 @@ class Watch:
         """
         holders = defaultdict(list)
         waiting = []
-        for place in [place for cell in self._cells.values() for place in cell.places()]:
-            value = place.get()
-            for held in _unpacked(tuple(value) if isinstance(place, Contents) else value):
-                if isinstance(held, torch.Tensor):
-                    parts = core.strided_parts(held) if storages else ()
-                    if any(core.storage_identity(part) in storages for part in parts):
-                        waiting.append(place.identity)
-                if not is_scalar(held):
-                    holders[id(getattr(held, "__dict__", held))].append(place.identity)
+        for place, held in self._held():
+            if isinstance(held, torch.Tensor):
+                parts = core.strided_parts(held) if storages else ()
+                if any(core.storage_identity(part) in storages for part in parts):
+                    waiting.append(place.identity)
+            if not is_scalar(held):
+                holders[id(getattr(held, "__dict__", held))].append(place.identity)
         waiting += [place.identity for place in self.changed()]
         # Entries that each run makes under another key are no preparation.
         waiting += [
@@ -553,10 +546,18 @@ class Watch:
                 waiting += holders[identity[0]]
         return found
 
-    def restore(self, among: Collection[tuple[int, Any]] | None = None) -> None:
-        """Restore the state at construction; of places of these identities only, if given."""
-        for cell in self._cells.values():
-            cell.restore(among)
+    def restore(
+        self, among: Collection[tuple[int, Any]] | None = None, again: Watch | None = None
+    ) -> None:
+        """Restore the state at construction; of places of these identities only, if given.
+
+        What `again`, the watch of a second run, has not found any more is restored too: it was
+        replaced, and is put back where it was.
+        """
+        known = set() if again is None else {key[0] for key in again._cells}
+        for key, cell in self._cells.items():
+            is_left = again is not None and key[0] not in known
+            cell.restore(None if is_left else among)
 
 
 def _keeps_own_state(module: str) -> bool:
@@ -570,6 +571,12 @@ def _is_followed(value: Any) -> bool:
         return len(value) <= _MOST_ENTRIES
     is_plain = not isinstance(value, _UNFOLLOWED) and not hasattr(type(value), "__next__")
     return is_plain and hasattr(value, "__dict__")
+
+
+def _within(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
+    """Yield a place with its value, or with each of those in a container or a tuple."""
+    for held in _unpacked(tuple(value) if isinstance(place, Contents) else value):
+        yield place, held
 
 
 def _unpacked(value: Any) -> Iterator[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import array
 import copy
+import ctypes
 import dis
 import functools
 import gc
 import io
+import mmap
 import random
 import sys
 import types
@@ -21,11 +23,16 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
+from rotor.common.substitutes import slot_names
 
 _IN_MEMORY: Any = io.StringIO | io.BytesIO
 
 MISSING: Any = object()
 """Value of a place that does not exist."""
+
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset(_SCALARS)
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
@@ -239,6 +246,9 @@ class Contents(Place):
 LRU_CACHE: Any = type(functools.lru_cache(len))
 """Type of functions that keep results."""
 
+_MEMORY: Any = mmap.mmap | ctypes._SimpleCData | ctypes.Array | ctypes.Structure | ctypes.Union
+"""Types of objects that are memory, and hold nothing else."""
+
 
 class Inner(Place):
     """State of an object that exposes it: a generator, an array, a file, a function's cache."""
@@ -258,7 +268,7 @@ class Inner(Place):
         """True if the object is a generator: drawing from it changes it."""
         numpy = numpy_module()
         is_array = numpy is not None and isinstance(self.owner, numpy.ndarray)
-        return not is_array and not isinstance(self.owner, io.IOBase | LRU_CACHE)
+        return not is_array and not isinstance(self.owner, io.IOBase | LRU_CACHE | _MEMORY)
 
     def state_bytes(self, device: torch.device) -> int:
         """Return the bytes of two states: the saved one, and the current one in a rerun."""
@@ -289,6 +299,9 @@ def state_of(owner: Any) -> Any:
             return owner.copy()
     if isinstance(owner, LRU_CACHE):
         return [id(key) for key in _kept_results(owner)]
+    if isinstance(owner, _MEMORY):
+        with suppress(TypeError, ValueError):
+            return _bytes_of(owner).raw
     if isinstance(owner, io.IOBase):
         try:
             if isinstance(owner, _IN_MEMORY):
@@ -308,9 +321,17 @@ def _kept_results(function: Any) -> dict[Any, Any]:
     return held[0] if held else {}
 
 
+def _bytes_of(memory: Any) -> Any:
+    """Return the bytes of an object that is memory, to be read and written as ``raw``."""
+    size = len(memory) if isinstance(memory, mmap.mmap) else ctypes.sizeof(memory)
+    return (ctypes.c_char * size).from_buffer(memory)
+
+
 def _set_state(owner: Any, state: Any) -> None:
     numpy = numpy_module()
-    if isinstance(owner, LRU_CACHE):
+    if isinstance(owner, _MEMORY):
+        _bytes_of(owner).raw = state
+    elif isinstance(owner, LRU_CACHE):
         kept = _kept_results(owner)
         for key in [key for key in kept if id(key) not in state]:
             del kept[key]
@@ -395,3 +416,61 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     # Names of attributes are among `co_names` too.
     own = frozenset(i.argval for i in dis.get_instructions(code) if i.opname.endswith(_OUTER))
     return own.union(*(global_names(part) for part in inner))
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a value cannot be changed, and holds no others, as attributes of its own."""
+    return type(value) in _PLAIN or (
+        isinstance(value, _SCALARS) and not _has_attributes(type(value))
+    )
+
+
+def _has_attributes(kind: type) -> bool:
+    return kind.__dictoffset__ != 0 or bool(slot_names(kind))
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Return whether two values are the same object, or equal scalars and states."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return False
+    if isinstance(a, _SCALARS):
+        is_equal = a == b or repr(a) == repr(b)
+        return is_equal and _same_entries(
+            getattr(a, "__dict__", None), getattr(b, "__dict__", None)
+        )
+    if isinstance(a, tuple | list) and len(a) == len(b):
+        return all(is_same(one, other) for one, other in zip(a, b, strict=True))
+    return False
+
+
+def is_put_back(value: Any, before: Any) -> bool:
+    """Return whether a place has its former value again: an equal list is another one."""
+    return value is before or (not isinstance(before, list | tuple) and is_same(value, before))
+
+
+def are_put_back(values: list[Any], before: list[Any]) -> bool:
+    """Return whether a container has its former elements again."""
+    return len(values) == len(before) and all(map(is_put_back, values, before))
+
+
+def _same_entries(a: dict[str, Any] | None, b: dict[str, Any] | None) -> bool:
+    if not a or not b:
+        return not a and not b
+    return is_same(list(a), list(b)) and is_same(list(a.values()), list(b.values()))
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Return whether two states of `state_of` are equal."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(same_state(x, y) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "tobytes"):
+        return bool(a.tobytes() == b.tobytes() and a.dtype == b.dtype)
+    return bool(a == b)

@@ -29,7 +29,7 @@ from rotor.common.accounting import NEW_MAXIMUM
 from rotor.common.collector import CollectorPause
 from rotor.common.dependencies import Dependencies, Record
 from rotor.common.modes import SPLIT_BACKWARD, Modes, RngTracker
-from rotor.common.module_state import is_same
+from rotor.common.places import is_same
 from rotor.common.substitutes import exchanged
 from rotor.common.tensor_trees import apart_of, join, output_tensors, tree_tensors, with_tensors
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial

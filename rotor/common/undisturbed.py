@@ -273,6 +273,11 @@ class Trial:
                 "measuring would write and which nothing can set back: keep an open file or an "
                 'io.StringIO there, or use engine="dynamic", which measures nothing'
             )
+        if self._watch.opaque:
+            raise Untriable(
+                f"{self._watch.opaque[0]}, whose state measuring may change and nothing can set "
+                'back: keep it out of the model, or use engine="dynamic", which measures nothing'
+            )
         modules = [m for _, root in roots if isinstance(root, nn.Module) for m in root.modules()]
         self._modules = [(m, type(m), m.training) for m in dict.fromkeys(modules)]
         self._given = {
@@ -344,8 +349,9 @@ class Trial:
             rewritten = again._writes.identities()
             places = again._watch.identities(rewritten)
             again.put_back()
-            self._writes.undo(lambda storage: storage not in rewritten | self._given)
-            self._watch.restore(places)
+            stays = again._watch.storages() - rewritten - self._given
+            self._writes.undo(lambda storage: storage in stays)
+            self._watch.restore(places, again._watch)
             self._surroundings.restore(changed)
         for module, kind, training in self._modules:
             if type(module) is not kind:

@@ -1,0 +1,189 @@
+"""State that a forward writes to and then replaces, and state of objects in C."""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import ctypes
+import decimal
+import hashlib
+import mmap
+import queue
+import sqlite3
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rotor
+from rotor.common.undisturbed import Untriable, trial
+
+pytestmark = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+
+WIDTH = 32
+Step = Callable[[Any], float]
+
+
+class Stateful(nn.Module):
+    """Layers scaled by a number out of the state, which each forward changes."""
+
+    def __init__(self, state: Any, step: Step, *, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.state, self.step, self.breaks = state, step, breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.step(self) / 10
+        if self.breaks and x.sum() > 1e9:
+            x = x + 1
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * scale)
+        return x
+
+
+def grown_array(model: Any) -> float:
+    model.state[0] += 1
+    model.state = model.state * 1.1
+    return float(model.state[0])
+
+
+def grown_tensor(model: Any) -> float:
+    model.state += 1
+    model.state = model.state * 1.1
+    return model.state[0].item()
+
+
+def grown_list(model: Any) -> float:
+    model.state.append(len(model.state) + 1.0)
+    model.state = copy.copy(model.state)
+    return float(len(model.state))
+
+
+def grown_inner_list(model: Any) -> float:
+    model.state[0].append(1.0)
+    model.state[0] = list(model.state[0])
+    return float(len(model.state[0]))
+
+
+def grown_entry(model: Any) -> float:
+    model.state["a"] += 1
+    model.state = dict(model.state)
+    return float(model.state["a"])
+
+
+def popped_entry(model: Any) -> float:
+    taken = model.state.pop("a")
+    taken += 1
+    model.state["a"] = taken * 1.1
+    return float(model.state["a"][0])
+
+
+def grown_attribute(model: Any) -> float:
+    model.state.n += 1
+    model.state = types.SimpleNamespace(n=model.state.n)
+    return float(model.state.n)
+
+
+def grown_objects(model: Any) -> float:
+    model.state[1]["x"] = model.state[1].get("x", 0) + 1
+    return float(model.state[1]["x"])
+
+
+def grown_number(model: Any) -> float:
+    model.state.value += 1
+    return float(model.state.value)
+
+
+def grown_byte(model: Any) -> float:
+    model.state[0] = model.state[0] + 1
+    return float(model.state[0])
+
+
+REPLACED: dict[str, tuple[Callable[[], Any], Step]] = {
+    "array": (lambda: np.ones(3), grown_array),
+    "array of an entry": (lambda: {"a": np.ones(3)}, popped_entry),
+    "array of objects": (lambda: np.array([1.0, {}], dtype=object), grown_objects),
+    "tensor": (lambda: torch.ones(3), grown_tensor),
+    "list": (lambda: [1.0], grown_list),
+    "inner list": (lambda: [[1.0]], grown_inner_list),
+    "deque": (lambda: collections.deque([1.0]), grown_list),
+    "numbers": (lambda: array.array("d", [1.0]), grown_list),
+    "dictionary": (lambda: {"a": 1.0}, grown_entry),
+    "namespace": (lambda: types.SimpleNamespace(n=1.0), grown_attribute),
+    "number of C": (lambda: ctypes.c_long(1), grown_number),
+    "array of C": (lambda: (ctypes.c_long * 3)(1, 1, 1), grown_byte),
+    "memory map": (lambda: mmap.mmap(-1, 8), grown_byte),
+}
+
+
+def losses(made: tuple[Callable[[], Any], Step], *, breaks: bool, limit: int | None) -> list[float]:
+    state, step = made
+    model: Any = Stateful(state(), step, breaks=breaks)
+    if limit is not None:
+        model = rotor.Checkpointable(model, mem_limit=limit)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(3):
+        loss = model(torch.randn(256, WIDTH)).square().mean()
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("name", REPLACED)
+def test_trials_put_back_what_a_forward_replaces(name, breaks):
+    plain = losses(REPLACED[name], breaks=breaks, limit=None)
+    assert len(set(plain)) == 3
+    # More than a dynamic step keeps, so that no engine has to be refused.
+    assert losses(REPLACED[name], breaks=breaks, limit=300_000) == plain
+
+
+def test_what_a_first_forward_prepares_stays():
+    made: list[int] = []
+
+    def prepared(model: Any) -> float:
+        if model.state is None:
+            made.append(1)
+            model.state = {"table": np.ones(3)}
+        return float(model.state["table"][0])
+
+    losses((lambda: None, prepared), breaks=False, limit=300_000)
+    # Once by a trial, whose result the steps have.
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        hashlib.sha256,
+        queue.SimpleQueue,
+        decimal.Context,
+        lambda: sqlite3.connect(":memory:"),
+        lambda: np.nditer(np.arange(50.0)),
+        lambda: np.random.SeedSequence(3),
+    ],
+)
+def test_objects_that_cannot_be_put_back_are_named(make):
+    model = Stateful(make(), lambda model: 1.0, breaks=False)
+    with (
+        pytest.raises(Untriable, match=r"state is a \w+, whose state measuring may change"),
+        trial(model, (), torch.device("cpu")),
+    ):
+        pytest.fail("it was tried")
+
+
+def test_a_step_runs_once_where_nothing_can_be_put_back():
+    def grown(model: Any) -> float:
+        model.state.put(1)
+        return float(model.state.qsize())
+
+    made = queue.SimpleQueue, grown
+    plain = losses(made, breaks=False, limit=None)
+    assert losses(made, breaks=False, limit=300_000) == plain
