@@ -568,8 +568,7 @@ class Checkpointable(ReportingModule):
     def wait_for_planning(self, timeout: float | None = None) -> bool:
         """Bring the search for better plans to its end; return whether none is left.
 
-        What is left to measure is measured now, unless a backward is still to come; the following
-        step runs the best plan.
+        What is left to measure is measured now, unless a backward is still to come.
 
         Parameters
         ----------
