@@ -20,7 +20,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor._pytorch import traces as modes
 from rotor.common.module_state import Watch, is_library
-from rotor.common.places import MISSING, Attribute, Contents, Entry, Place, is_same, is_scalar
+from rotor.common.places import MISSING, Attribute, Contents, Entry, Place, is_put_back, is_scalar
 from rotor.errors import RecomputationError
 
 _MOST_ITEMS = 1_000
@@ -83,7 +83,7 @@ class _Places(_Source):
         changed = [
             (place, now)
             for place, earlier in zip(self._places, before, strict=True)
-            if place.identity not in kept and not is_same(earlier, now := place.get())
+            if place.identity not in kept and not is_put_back(now := place.get(), earlier)
         ]
         if not changed:
             return None
@@ -360,7 +360,7 @@ def _are_equal(a: list[Any], b: list[Any]) -> bool:
 
 
 def _all_same(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    return all(map(is_same, a, b))
+    return all(map(is_put_back, a, b))
 
 
 def _refill(owner: dict[Any, Any], content: dict[Any, Any]) -> None:

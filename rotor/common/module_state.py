@@ -495,10 +495,16 @@ class Watch:
     def changed(self) -> list[Place]:
         """Return the places whose state has changed."""
         found: dict[Any, Place] = {}
+        formers = []
         for cell in self._cells.values():
             for place in cell.changed():
                 if place.identity not in found or place.in_place:
                     found[place.identity] = place
+                if isinstance(cell, _Values):
+                    formers.append((place, cell.former(place)))
+        for place, former in formers:
+            # What was written to and replaced will be written to again.
+            place.in_place |= Inner("", former).identity in found
         return list(found.values())
 
     def reaches(self, place: Place) -> bool:

@@ -48,13 +48,15 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return one copy of a tensor or an iterator; any other value as it is."""
+    """Return one copy of a tensor, an array or an iterator; any other value as it is."""
     if id(value) in memo:
         return memo[id(value)][1]
-    made = value
+    made, numpy = value, numpy_module()
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
             made = value.detach().clone()
+    elif numpy is not None and isinstance(value, numpy.ndarray):
+        made = value.copy()
     elif not isinstance(value, nn.Module) and hasattr(value, "__next__"):
         with warnings.catch_warnings(), suppress(Exception):
             warnings.simplefilter("ignore")

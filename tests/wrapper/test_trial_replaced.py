@@ -122,6 +122,31 @@ REPLACED: dict[str, tuple[Callable[[], Any], Step]] = {
 }
 
 
+def first_of_all(model: Any) -> float:
+    is_first, model.state = model.state, False
+    return 1.0 if is_first else 5.0
+
+
+def seen_before(model: Any) -> float:
+    scale = 5.0 + len(model.state)
+    model.state.add("a")
+    return scale
+
+
+def filled_once(model: Any) -> float:
+    if "a" not in model.state:
+        model.state["a"] = 3.0
+        return 7.0
+    return model.state["a"]
+
+
+FIRST: dict[str, tuple[Callable[[], Any], Step]] = {
+    "flag": (lambda: True, first_of_all),
+    "set": (set, seen_before),
+    "entry": (dict, filled_once),
+}
+
+
 def losses(made: tuple[Callable[[], Any], Step], *, breaks: bool, limit: int | None) -> list[float]:
     state, step = made
     model: Any = Stateful(state(), step, breaks=breaks)
@@ -143,6 +168,34 @@ def test_trials_put_back_what_a_forward_replaces(name, breaks):
     assert len(set(plain)) == 3
     # More than a dynamic step keeps, so that no engine has to be refused.
     assert losses(REPLACED[name], breaks=breaks, limit=300_000) == plain
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_first_forward_that_differs_is_a_step(name):
+    plain = losses(FIRST[name], breaks=True, limit=None)
+    assert losses(FIRST[name], breaks=True, limit=300_000) == plain
+
+
+@pytest.mark.parametrize("name", ["array", "list", "inner list", "tensor", "array of objects"])
+def test_recomputed_stages_begin_with_what_was_replaced(name):
+    def steps(limit: int | None) -> list[Any]:
+        state, step = REPLACED[name]
+        stages = [Stateful(state(), step, breaks=False) for _ in range(5)]
+        for stage in stages:
+            stage.layers = stage.layers[:1]
+        model: Any = nn.Sequential(*stages)
+        if limit is not None:
+            model = rotor.Checkpointable(model, mem_limit=limit, engine="chain")
+        torch.manual_seed(1)
+        found = []
+        for _ in range(4):
+            loss = model(torch.randn(256, WIDTH)).square().mean()
+            loss.backward()
+            found += [loss.item(), *[p.grad.clone() for s in stages for p in s.parameters()]]
+        return [*found, *[repr(stage.state) for stage in stages]]
+
+    pairs = zip(steps(None), steps(180_000), strict=True)
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def test_what_a_first_forward_prepares_stays():

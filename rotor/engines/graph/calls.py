@@ -21,6 +21,7 @@ from rotor.common.calls import (
     leaf_signature,
     mode_signature,
 )
+from rotor.common.checksums import checksum
 from rotor.common.modes import autocast_off
 from rotor.common.tensor_trees import device_of, output_tensors
 from rotor.common.undisturbed import (
@@ -176,19 +177,22 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
 
     The forward runs twice without gradients, which fails for a forward that computes some itself.
     Changes that the second run does not make again stay; all others are undone. A model that draws
-    random numbers to prepare itself has to do so in a step.
+    random numbers to prepare itself, or whose first forward gives other outputs, has to do so in a
+    step.
     """
     device = device_of((args, kwargs), module)
     runs: list[Trial] = []
-    ends: list[list[bytes]] = []
+    ends: list[Any] = []
     try:
         for _ in range(2):
             runs.append(Trial(module, (args, kwargs), device))
             given, named = runs[-1].arguments
             draws = random_states_kept(device), generators_kept(module.modules())
             with runs[-1].guarded(), torch.no_grad(), draws[0], draws[1]:
-                module.forward(*given, **named)
-                ends.append(random_states(module.modules(), device))
+                output = module.forward(*given, **named)
+                sums = [int(checksum(tensor)) for tensor in output_tensors(output)]
+                ends.append((random_states(module.modules(), device), sums))
+                del output
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
     if len(ends) < 2 or ends[0] != ends[1]:
