@@ -59,6 +59,9 @@ _MOST_CELLS = 100_000
 _MOST_ENTRIES = 1000
 """Entries of a container of a library, such as a vocabulary, above which it is left unwatched."""
 _MOST_FOREIGN = 10_000
+_SMALL_BYTES = 1 << 12
+"""Size of tensors on the CPU that are copied even where writes to tensors are seen."""
+
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _WATCHED: tuple[type, ...] = (
     *(types.SimpleNamespace, argparse.Namespace, UserDict, UserList, weakref.WeakSet),
@@ -240,11 +243,12 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Watch:
     """State at construction of modules by name, and of functions that are no modules.
 
-    Without `copies_tensors` the values of tensors are left to others. `slots_of` returns containers
-    of a module to note as well: of parameters, buffers, children and hooks. `generators` are the
-    names of running generators (functions with ``yield``), and `streams` those of streams that can
-    be written to: neither can be set back. Nor can the objects of C that `opaque` names with their
-    types. `files` are open files that can be written to.
+    Without `copies_tensors` the values of tensors, small ones aside, are left to others. `slots_of`
+    returns containers of a module to note as well: of parameters, buffers, children and hooks.
+    `generators` are the names of running generators (functions with ``yield``), and `streams` those
+    of streams that can be written to: neither can be set back. Nor can the objects of C that
+    `opaque` names with their types. `files` are open files that can be written to, and `hidden` are
+    modules by name that no module has as a child.
     """
 
     most: ClassVar[int] = _MOST_CELLS
@@ -271,6 +275,7 @@ class Watch:
         self.files: list[Any] = []
         self.streams: list[str] = []
         self.opaque: list[str] = []
+        self.hidden: list[tuple[str, nn.Module]] = []
         modules = list(modules)
         for _, module in modules:
             if isinstance(module, nn.Module):
@@ -296,7 +301,9 @@ class Watch:
         if isinstance(value, torch.Tensor):
             is_slot = holder is not None and id(holder.owner) in self._slots
             is_value = not isinstance(value, nn.Parameter) and value.grad_fn is None
-            if is_value and self._copies_tensors and not is_slot:
+            # NumPy may write to a small one, which nobody would see.
+            copies = not is_slot if self._copies_tensors else _is_small(value)
+            if is_value and copies:
                 self._mutable(value, holder)
             if not is_foreign:
                 self._tensor(name, value)
@@ -374,6 +381,7 @@ class Watch:
         for hook in core.forward_hooks(module):
             self._waiting.append((f"a hook of {name}", hook, None))
         if id(module) not in self._own:
+            self.hidden.append((name, module))
             buffers = {key: slots for slots, key in core.buffer_slots(module)}
             for key, where in buffers.items():
                 place = Entry(f"{name}.{key}", where, key)
@@ -583,6 +591,11 @@ def _within(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
     """Yield a place with its value, or with each of those in a container or a tuple."""
     for held in _unpacked(tuple(value) if isinstance(place, Contents) else value):
         yield place, held
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_strided = type(tensor) in _TENSORS and tensor.layout == torch.strided
+    return is_strided and tensor.is_cpu and tensor.nbytes <= _SMALL_BYTES
 
 
 def _unpacked(value: Any) -> Iterator[Any]:

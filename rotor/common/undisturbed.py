@@ -297,6 +297,7 @@ class Trial:
         self._parametrizations = traces.OwnParametrizations()
         self._parametrizations.__enter__()
         self._writes = traces.Writes()
+        self._written: set[int] = set()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -331,7 +332,21 @@ class Trial:
 
     def undo_writes(self) -> None:
         """Restore the bytes of tensors."""
+        self._written |= self._writes.identities()
         self._writes.undo()
+
+    def check_hidden(self) -> None:
+        """Raise Untriable if a hidden module was written to, whose values runs do not put back."""
+        self.undo_writes()
+        for name, module in self._watch.hidden:
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            parts = [part for tensor in own for part in core.strided_parts(tensor)]
+            if any(core.storage_identity(part) in self._written for part in parts):
+                raise Untriable(
+                    f"the forward writes to {name}, a {type(module).__name__} that is no child of "
+                    "a module: register it as one, as an attribute or in an nn.ModuleList, or use "
+                    'engine="graph" or "dynamic"'
+                )
 
     def put_back(self, again: Trial | None = None) -> None:
         """Restore the state at construction.

@@ -183,6 +183,10 @@ class Attempts:
                 if raised is error:
                     raised = self.failures = None
                     raise
+            except BaseException:
+                # What an interrupted step has asked of engines says nothing of the next one.
+                driver.context.refusals = self._refusals
+                raise
             if raised is not None:
                 self.failures = None
                 try:

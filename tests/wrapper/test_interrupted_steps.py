@@ -224,6 +224,31 @@ def test_what_a_recomputation_wrote_into_is_not_used_after_an_interrupt(monkeypa
             assert count < point  # Collections of garbage differ, too.
 
 
+class Interrupted(nn.Module):
+    """Layers, after which the forward may be interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.stops = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+            if self.stops:
+                raise KeyboardInterrupt
+        return x
+
+
+def test_engines_refused_in_an_interrupted_step_are_asked_again():
+    model = rotor.Checkpointable(Interrupted(), mem_limit="1MB")
+    for step in range(3):
+        model.module.stops = step == 1
+        with suppress(KeyboardInterrupt):
+            model(torch.randn(64, 32)).square().mean().backward()
+        assert model.plan.engine == "graph"
+
+
 class Injected(Exception):
     """Raised in the middle of a step."""
 

@@ -17,6 +17,7 @@ from statistics import median_low
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotor import _core, timing
 from rotor._pytorch import core, devices
@@ -28,7 +29,7 @@ from rotor.common.modes import autocast_off
 from rotor.common.places import Place, Saved, tensors_in
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
-from rotor.common.undisturbed import gradients_aside, trial
+from rotor.common.undisturbed import buffers_copied, gradients_aside, trial
 from rotor.engines.chain.alike import TimedStage, frozen_prefix, merge_stages, structure_of
 from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.engines.chain.observe import Observation, copied_buffers, named, observe
@@ -424,7 +425,8 @@ def measure(
     Raises
     ------
     ValueError
-        The input holds no tensor; the first stage changes it in place.
+        The input holds no tensor; the first stage changes it in place; a stage writes to a module
+        that no module has as a child.
     TypeError
         A stage returns something other than tensors.
     MeterBusyError
@@ -446,6 +448,7 @@ def measure(
         arg, targets = made.arguments
         with nullcontext() if is_sharded else made.guarded():
             merged = frozen_prefix(merge_stages(stages, arg, made.undo_writes), arg)
+        made.check_hidden()
         made.put_back()
         if ranks is None:
             NeedsPeers.check(made.groups())
@@ -471,7 +474,11 @@ def measure(
         run = measuring.run
         output_grad = _bytes(flagged(run.x[-1], measures[-1].flags), device)
         run.x[-1] = None
-        loss_peak, loss_ns = measuring.loss(loss_fn, targets) if loss_fn else (None, None)
+        loss_peak, loss_ns = None, None
+        if loss_fn is not None:
+            inner = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
+            with buffers_copied(slot for module in inner for slot in core.buffer_slots(module)):
+                loss_peak, loss_ns = measuring.loss(loss_fn, targets)
         return Inspection(
             stages=merged,
             measures=measures,

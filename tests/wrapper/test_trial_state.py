@@ -1,4 +1,4 @@
-"""State that a forward writes to and then replaces, and state of objects in C."""
+"""State that trials put back: written to and replaced, in objects of C, in hidden modules."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def grown_tensor(model: Any) -> float:
     return model.state[0].item()
 
 
+def grown_in_numpy(model: Any) -> float:
+    model.state.numpy()[0] += 1
+    return model.state[0].item()
+
+
 def grown_list(model: Any) -> float:
     model.state.append(len(model.state) + 1.0)
     model.state = copy.copy(model.state)
@@ -110,6 +115,7 @@ REPLACED: dict[str, tuple[Callable[[], Any], Step]] = {
     "array of an entry": (lambda: {"a": np.ones(3)}, popped_entry),
     "array of objects": (lambda: np.array([1.0, {}], dtype=object), grown_objects),
     "tensor": (lambda: torch.ones(3), grown_tensor),
+    "tensor of NumPy": (lambda: torch.ones(3), grown_in_numpy),
     "list": (lambda: [1.0], grown_list),
     "inner list": (lambda: [[1.0]], grown_inner_list),
     "deque": (lambda: collections.deque([1.0]), grown_list),
@@ -240,3 +246,76 @@ def test_a_step_runs_once_where_nothing_can_be_put_back():
     made = queue.SimpleQueue, grown
     plain = losses(made, breaks=False, limit=None)
     assert losses(made, breaks=False, limit=300_000) == plain
+
+
+class Taught(nn.Module):
+    """Stage with a teacher, of which no module knows, that a forward moves towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.hidden = nn.Linear(WIDTH, WIDTH), [nn.Linear(WIDTH, WIDTH)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(
+                self.hidden[0].parameters(), self.layer.parameters(), strict=True
+            ):
+                mine.lerp_(theirs, 0.1)
+            known = self.hidden[0](x)
+        return torch.tanh(self.layer(x) + known)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.hidden = nn.Linear(WIDTH, WIDTH), [nn.BatchNorm1d(WIDTH)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.hidden[0](self.layer(x)))
+
+
+def hidden_values(net: nn.Module) -> list[torch.Tensor]:
+    return [t.clone() for stage in net for t in stage.hidden[0].state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", [Taught, Normed])
+def test_a_chain_names_hidden_modules_that_a_forward_writes_to(kind):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[kind() for _ in range(4)])
+    named, planned = copy.deepcopy(plain), copy.deepcopy(plain)
+    before = hidden_values(named)
+    x = torch.randn(256, WIDTH)
+    model = rotor.Checkpointable(named, mem_limit="400 KB", engine="chain")
+    with pytest.raises(ValueError, match=r"writes to 0.hidden\[0\], a \w+ that is no child"):
+        model(x)
+    assert all(map(torch.equal, hidden_values(named), before))
+    model = rotor.Checkpointable(planned, mem_limit="400 KB")
+    for _ in range(3):
+        plain(x).square().mean().backward()
+        model(x).square().mean().backward()
+    assert all(map(torch.equal, hidden_values(planned), hidden_values(plain)))
+
+
+class Centred(nn.Module):
+    """Loss with a moving centre."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        self.centre.lerp_(y.detach().mean(0), 0.1)
+        return (y - self.centre).square().mean()
+
+
+def test_measuring_a_loss_leaves_its_buffers():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+    loss, other = Centred(), Centred()
+    model = rotor.Checkpointable(
+        copy.deepcopy(plain), mem_limit="1 MB", engine="chain", loss_fn=other
+    )
+    for _ in range(3):
+        x = torch.randn(256, WIDTH)
+        assert torch.equal(model(x, targets=()), loss(plain(x)))
+        assert torch.equal(other.centre, loss.centre)
