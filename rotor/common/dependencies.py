@@ -249,7 +249,7 @@ class Dependencies(Watch):
         if not _are_equal(values, self._latest):
             if not self._has_same_places(values):
                 return None
-            self._latest = values
+            self._latest = self.values()
             self._set_tensors()
         return self, self._latest, self._tensors
 
@@ -267,10 +267,22 @@ class Dependencies(Watch):
             and not any(self._empty)
             and all(source.has_its_keys() for source in self._sources)
             and all(
-                a is b or (_is_leaf(a) and _is_leaf(b))
+                a is b or (_is_leaf(a) and _is_leaf(b)) or self._has_followed(a, b, values)
                 for a, b in zip(values, self._latest, strict=True)
             )
         )
+
+    def _has_followed(self, now: Any, before: Any, values: list[Any]) -> bool:
+        """Watch a list in the place of the one that it has replaced, if they are alike."""
+        if not (type(now) is type(before) is list and len(now) == len(before)):
+            return False
+        if not all(map(_is_leaf, [*now, *before])) or any(value is before for value in values):
+            return False
+        for k, source in enumerate(self._sources):
+            if source.owner is before:
+                source.owner, source.read = now, now.__iter__
+                self._reads[k] = source.read
+        return True
 
     def _set_tensors(self) -> None:
         found = {id(v): v for v in self._latest if isinstance(v, torch.Tensor)}
