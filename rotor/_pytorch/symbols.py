@@ -124,6 +124,7 @@ def takes_numbers() -> bool:
     return (
         hasattr(pgo, "auto_dynamic")
         and hasattr(builder, "process_automatic_dynamic")
+        and hasattr(builder, "is_int_specialization_case")
         and hasattr(builder.VariableBuilder, "wrap_symint")
         and hasattr(graph_compile, "_apply_tensorify_python_scalars")
     )
@@ -146,6 +147,7 @@ def _numbers_as_inputs(sources: Collection[str]) -> Iterator[None]:
 
     builder: Any = found_builder
     process, wrap = builder.process_automatic_dynamic, builder.VariableBuilder.wrap_symint
+    is_constant = builder.is_int_specialization_case
 
     def marked_too(tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         found = process(tx, name, *args, **kwargs)
@@ -155,8 +157,12 @@ def _numbers_as_inputs(sources: Collection[str]) -> Iterator[None]:
         is_input = dynamism is None and self.name in sources
         return wrap(self, value, DimDynamic.DYNAMIC if is_input else dynamism, context)
 
+    def is_constant_too(value: Any, source: Any) -> bool:
+        return source.name not in sources and is_constant(value, source)
+
     with (
         core.replaced(builder, process_automatic_dynamic=marked_too),
+        core.replaced(builder, is_int_specialization_case=is_constant_too),
         core.replaced(builder.VariableBuilder, wrap_symint=wrapped_too),
         # Tensors in the place of Python's numbers would give other bits.
         core.replaced(graph_compile, _apply_tensorify_python_scalars=lambda module: None),

@@ -43,7 +43,7 @@ from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.code.early import Delivery
 from rotor.engines.graph.code.emit import StepCode, is_unchecked, read_primals, saved_primals
-from rotor.engines.graph.code.numbers import write_numbers
+from rotor.engines.graph.code.numbers import numbers_of, write_numbers
 from rotor.engines.graph.costs.profile import warm_up_scripts
 from rotor.engines.graph.costs.symbols import origin_values
 from rotor.engines.graph.tracing.alike import alike_modules
@@ -88,6 +88,9 @@ class Captured:
     """Number of arguments of the backward, and of its results, that are no tensors."""
     guarded: dict[str, bool] = field(default_factory=dict)
     """Dynamo's expressions for the parts of the arguments that the code has read; True: whole."""
+
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Numbers that the code has read, by dynamo's expressions of the model's attributes."""
 
     @cached_property
     def are_differentiable(self) -> list[bool]:
@@ -564,11 +567,12 @@ class Capture:
             [*lowered.gradients[: lowered.first_terms], *tokens],
         )
         module.graph.erase_node(token)
-        self.graphs.append(
-            Captured(lowered, saved=len(saved), tokens=len(tokens), guarded=_of_arguments(names))
-        )
+        captured = Captured(lowered, saved=len(saved), tokens=len(tokens))
+        captured.guarded = _of_arguments(names)
+        captured.numbers = numbers_of(None if self._owner is None else self._owner(), names)
+        self.graphs.append(captured)
         # PyTorch compiles a backward when it is first needed, maybe after another capture.
-        forward.meta[_GRAPH] = backward.meta[_GRAPH] = self.graphs[-1]
+        forward.meta[_GRAPH] = backward.meta[_GRAPH] = captured
         return forward, backward
 
 

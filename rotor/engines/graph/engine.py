@@ -30,12 +30,13 @@ from rotor.engines.contract import (
     StartMeter,
 )
 from rotor.engines.graph.calls import captured_key, check_arguments, gives_plain_outputs, run_once
-from rotor.engines.graph.capture import Capture, Captured, Unplanned
+from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import Choices, choose_groups
 from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.code.numbers import ModelNumbers
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
@@ -45,8 +46,7 @@ from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import (
     Sizing,
     kind_of,
-    leaf_names,
-    named_arguments,
+    note_reads,
     warn_unrepeatable,
 )
 from rotor.engines.graph.tracing.collectives import groups_of
@@ -96,6 +96,7 @@ class GraphEngine(MeteredEngine):
         super().__init__(context)
         self.steps: dict[Any, CapturedStep] = {}
         self._branches = Branches()
+        self._numbers = ModelNumbers()
         self.sizing = Sizing(context)
         self.primals: list[Any] | None = None
         """List that takes the tensors of the next capture, or None."""
@@ -152,7 +153,7 @@ class GraphEngine(MeteredEngine):
             check_device(self.settings.offload.tier, self.context.device_of(call))
         values = PlainValues.of(key.measured)
         inputs = values.inputs
-        reason = "a number among the arguments changes" if inputs else self._one_shape_reason()
+        reason = self._one_shape_reason(has_numbers=bool(inputs or self._numbers.inputs))
         if self.follows_shapes and reason:
             self.sizing.captured_separately(key, arguments, reason)
         elif self.follows_shapes:
@@ -162,22 +163,25 @@ class GraphEngine(MeteredEngine):
                 for measured, known in self.steps.items():
                     if known.shares_shapes:
                         self.improver.forget(measured)
-                self._note_reads(key, step.captured, call)
+                note_reads(self.context, key, step.captured, call)
                 return step
         begun = time.thread_time()
         with progress(1, "capturing the model"):
             try:
                 expressions = leaf_expressions(arguments) if inputs else []
-                numbers = [name for k in inputs if (name := expressions[k])]
+                numbers = self._numbers.inputs.union(
+                    name for k in inputs if (name := expressions[k])
+                )
                 taken = self._captured(loss_fn, call, numbers, self._backend(key))
             except CaptureError as error:
-                if inputs:
+                if numbers:
                     values.reads.keep_constant(inputs)
                     values.inputs = frozenset()
+                    self._numbers.refuse()
                     release(error)
                     return self.measure(key, call)
                 self.sizing.refuse(key, error)
-                self._note_reads(key, None, call)
+                note_reads(self.context, key, None, call)
                 release(error)
                 raise CannotPlan(error) from None
         if self._asks_for_choice(key):
@@ -196,8 +200,10 @@ class GraphEngine(MeteredEngine):
         is_known = bool(self.choices.known(kind_of(key.measured)))
         return self.settings.backend == "auto" and not is_known
 
-    def _one_shape_reason(self) -> str:
+    def _one_shape_reason(self, *, has_numbers: bool) -> str:
         """Return the reason why no plan holds for several shapes; empty without one."""
+        if has_numbers:
+            return "a number that the code reads changes"
         if self.settings.counts == "reserved":
             return "reserved bytes depend on the rounding of each size"
         return "" if self.solve() is None else "the given algorithm plans one shape"
@@ -279,35 +285,8 @@ class GraphEngine(MeteredEngine):
         step.offload = self.settings.offload
         step.away = Away.of(self.settings.away, lowered, owners, self.context.structure.parameters)
         self.steps[key.measured] = step
-        self._note_reads(key, found.captured, call)
+        note_reads(self.context, key, found.captured, call)
         return step
-
-    def _note_reads(self, key: Key, captured: Captured | None, call: Call) -> None:
-        """Note which numbers and texts among the arguments a capture, if there is one, reads."""
-        values = PlainValues.of(key.measured)
-        arguments = (*call.arguments, call.targets)
-        expressions = leaf_expressions(arguments)
-        read = [k for k in values.values if captured and captured.reads(expressions[k])]
-        many = values.reads.note(frozenset(read), values)
-        if many:
-            names = leaf_names(self.context.module, arguments)
-            self.context.warn(
-                f"values of {names[many[0]]}",
-                f"{' and '.join(names[k] for k in many)} had three values so far, and the model, "
-                "whose code depends on them, was captured and planned anew for each: give numbers "
-                "that change as tensors, and leave out what the model need not know",
-            )
-        named = named_arguments(self.context.module, arguments)
-        structures = {name: str(core.tree_flatten(value)[1]) for name, value in named}
-        tensors = tuple(part for part in key.measured[1] if isinstance(part, tuple))
-        varied = self.context.structures[tensors, key.measured[3:]].note(structures)
-        if varied:
-            self.context.warn(
-                f"structures of {varied[0]}",
-                f"{' and '.join(varied)} had three structures so far (lengths of lists, keys of "
-                "dictionaries), and the model was captured and planned anew for each: keep what "
-                "grows in an object, and leave out what the model need not know",
-            )
 
     @property
     def remarks(self) -> Sequence[Any]:
@@ -538,7 +517,8 @@ class GraphEngine(MeteredEngine):
             if step is not None:
                 self.steps[plan.key.measured] = step
                 raise PlanAgain from reached
-            self._profiled(plan.key, capture, reached, call, loss_captured=loss_captured)
+            taken = self._with_numbers(plan, call) or (capture, reached)
+            self._profiled(plan.key, *taken, call, loss_captured=loss_captured)
             raise PlanAgain from reached
         except CaptureError as error:
             values = PlainValues.of(plan.key.measured)
@@ -555,6 +535,15 @@ class GraphEngine(MeteredEngine):
             meter.forward_done(output_tensors(output))
         token = capture.token
         return output, lambda: token is not None and token() is not None
+
+    def _with_numbers(self, plan: GraphPlan, call: Call) -> tuple[Capture, Unplanned] | None:
+        """Return a capture with numbers of the model as inputs, if these have changed."""
+        backend, loss_fn = self._backend(plan.key), self.context.loss_of(call)
+        if backend != "fx":
+            return None
+        capture = partial(self._captured, loss_fn, call, backend=backend)
+        known = plan.step.captured.numbers
+        return self._numbers.captured(known, self.context.module, capture)
 
     def _run_plain(self, value: Any) -> Any:
         """Return the result of the call without a plan."""

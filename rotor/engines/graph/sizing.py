@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, symbols
+from rotor.common.calls import PlainValues, leaf_expressions
 from rotor.common.frames import release
 from rotor.common.progress import progress
 from rotor.engines.contract import Call, CannotPlan, Context, Key
@@ -72,6 +73,34 @@ def leaf_names(module: nn.Module, arguments: Any) -> list[str]:
         leaves = core.tree_flatten(value)[0]
         found += [name if len(leaves) == 1 else f"{name}[{k}]" for k in range(len(leaves))]
     return found
+
+
+def note_reads(context: Context, key: Key, captured: Captured | None, call: Call) -> None:
+    """Note which numbers and texts among the arguments a capture, if there is one, reads."""
+    values = PlainValues.of(key.measured)
+    arguments = (*call.arguments, call.targets)
+    expressions = leaf_expressions(arguments)
+    read = [k for k in values.values if captured and captured.reads(expressions[k])]
+    many = values.reads.note(frozenset(read), values)
+    if many:
+        names = leaf_names(context.module, arguments)
+        context.warn(
+            f"values of {names[many[0]]}",
+            f"{' and '.join(names[k] for k in many)} had three values so far, and the model, "
+            "whose code depends on them, was captured and planned anew for each: give numbers "
+            "that change as tensors, and leave out what the model need not know",
+        )
+    named = named_arguments(context.module, arguments)
+    structures = {name: str(core.tree_flatten(value)[1]) for name, value in named}
+    tensors = tuple(part for part in key.measured[1] if isinstance(part, tuple))
+    varied = context.structures[tensors, key.measured[3:]].note(structures)
+    if varied:
+        context.warn(
+            f"structures of {varied[0]}",
+            f"{' and '.join(varied)} had three structures so far (lengths of lists, keys of "
+            "dictionaries), and the model was captured and planned anew for each: keep what "
+            "grows in an object, and leave out what the model need not know",
+        )
 
 
 _KEPT_APART = frozenset(("before", "capture"))

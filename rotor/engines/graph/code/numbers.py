@@ -1,4 +1,4 @@
-"""Numbers among the arguments of a captured call that are inputs of its graph.
+"""Numbers of a captured call that are inputs of its graph: of its arguments and of the model.
 
 A graph has an operation for each step of the arithmetic that its code does with them. Here the
 result of each step becomes an argument of the operations on tensors: the number of the captured
@@ -7,17 +7,21 @@ call, for which these are priced and proved, with the code that computes it anew
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.node import map_arg
 
 from rotor._pytorch import symbols
+from rotor.common.frames import release
 from rotor.common.tensor_trees import result_tensors
 from rotor.errors import CaptureError
 
+_ATTRIBUTE = re.compile(r"L\['module'\][\w.\[\]'\"]+")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -57,7 +61,7 @@ def _plain(value: Any) -> Any:
 def write_numbers(module: fx.GraphModule) -> dict[str, str]:
     """Replace the nodes of numbers in a joint graph; return the code of each variable.
 
-    Raise CaptureError if a size of a tensor, or a result, depends on one of the numbers.
+    Raise CaptureError if a size of a tensor depends on one of the numbers.
     """
     known: dict[fx.Node, Any] = {}
     variables: dict[str, str] = {}
@@ -77,10 +81,7 @@ def write_numbers(module: fx.GraphModule) -> dict[str, str]:
                 primals[node] = len(primals)
             if symbols.is_symbol(value):
                 add(node, node, "")
-        elif node.op == "output":
-            if any(given in known for given in node.all_input_nodes):
-                raise CaptureError("a number among the arguments is a result")
-        elif not symbols.is_symbol(value) or symbols.depends_on_data(value):
+        elif node.op == "output" or not symbols.is_symbol(value) or symbols.depends_on_data(value):
             node.args = map_arg(node.args, lambda given: known.get(given, given))
             node.kwargs = map_arg(node.kwargs, lambda given: known.get(given, given))
         elif node.target is _ITEM:
@@ -92,3 +93,56 @@ def write_numbers(module: fx.GraphModule) -> dict[str, str]:
         if node.op != "placeholder":
             module.graph.erase_node(node)
     return variables
+
+
+def numbers_of(module: nn.Module | None, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of dynamo's expressions that are numbers of a model, and their values."""
+    found = {}
+    for name in filter(_ATTRIBUTE.fullmatch, names):
+        with suppress(Exception):
+            value = eval(name, {"L": {"module": module}})
+            if type(value) in (int, float):
+                found[name] = value
+    return found
+
+
+Found = TypeVar("Found")
+
+
+class ModelNumbers:
+    """Attributes of a model, such as counters, that captures take as inputs once they change."""
+
+    def __init__(self) -> None:
+        self.inputs: frozenset[str] = frozenset()
+        """Dynamo's expressions of them."""
+        self._constants: frozenset[str] = frozenset()
+
+    def refuse(self) -> None:
+        """Take none of the present ones any more: a call cannot be captured with them."""
+        self._constants |= self.inputs
+        self.inputs = frozenset()
+
+    def captured(
+        self,
+        known: Mapping[str, Any],
+        module: nn.Module,
+        capture: Callable[[frozenset[str]], Found],
+    ) -> Found | None:
+        """Return a capture with those that have changed since the one before as inputs too.
+
+        `known` are the values there, and ``capture(expressions)`` makes one. Returns ``None`` if
+        none has changed, or if the code permits no such inputs.
+        """
+        now = numbers_of(module, known)
+        changed = {name for name in now if now[name] != known[name]}
+        changed -= self.inputs | self._constants
+        if not (changed and symbols.takes_numbers()):
+            return None
+        try:
+            found = capture(self.inputs | changed)
+        except CaptureError as error:
+            release(error)
+            self._constants |= changed
+            return None
+        self.inputs |= changed
+        return found
