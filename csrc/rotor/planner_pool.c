@@ -307,7 +307,7 @@ static int more_walks(rotor_planner_t *self, int64_t limit) {
     int64_t n = self->graph->operation_count;
     int64_t count = rotor_min(MOST_MORE_WALKS, MORE_WALKS / n + 4);
     int ret = ROTOR_OK;
-    for (int32_t order = 0; order < ROTOR_ORDERS; order++) {
+    for (int32_t order = 0; order < ROTOR_ORDERS && ret == ROTOR_OK; order++) {
         if (self->orders[order] == NULL || self->least.cost.peak_bytes <= limit) {
             continue;
         }

@@ -213,6 +213,25 @@ static void test_interrupted(void) {
     rotor_dataflow_free(&graph);
 }
 
+/* Nothing is asked after an interruption, wherever it comes. */
+static void test_interrupted_anywhere(void) {
+    rotor_planner_options_t options = {.random_runs = 2, .moves = 1000, .seed = 1};
+    rotor_dataflow_t graph;
+    rotor_plan_t plan = {.cost = {0}};
+    int ret = ROTOR_ERR_INTERRUPTED;
+    int64_t calls = 0;
+    build(&graph, 20, 5);
+    while (ret == ROTOR_ERR_INTERRUPTED) {
+        int64_t left = calls += calls / 4 + 1;
+        rotor_callback_t callback = {stop_at, &left};
+        ret = rotor_planner_plan(&graph, 1, &options, &callback, &plan);
+        CHECK(left == 0 || (ret == ROTOR_ERR_INFEASIBLE && left > 0));
+        rotor_program_free(&plan.program);
+    }
+    CHECK(calls > 20);
+    rotor_dataflow_free(&graph);
+}
+
 static void test_out_of_memory(void) {
     rotor_planner_options_t options = {.random_runs = 2, .moves = 50, .seed = 1};
     rotor_dataflow_t graph;
@@ -256,6 +275,7 @@ static const test_case_t cases[] = {
     {"tapes", test_tapes},
     {"curve", test_curve},
     {"interrupted", test_interrupted},
+    {"interrupted_anywhere", test_interrupted_anywhere},
     {"out_of_memory", test_out_of_memory},
 };
 
