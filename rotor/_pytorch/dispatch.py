@@ -89,8 +89,10 @@ def has_modes() -> bool:
 def callers_mode() -> str:
     """Return the name of a mode of the caller's that sees operators; empty without one.
 
-    Modes of PyTorch's own are none, but for its counter of operations.
+    Modes of PyTorch's own are none, but for its counter of operations and its tracer of scripts.
     """
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
     if not has_modes():
         return ""
     kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]

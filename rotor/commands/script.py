@@ -86,7 +86,8 @@ def _run_main(arguments: argparse.Namespace) -> None:
             runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(arguments.script).resolve().parent))
-            runpy.run_path(arguments.script, run_name="__main__")
+            # Python gives a script an absolute path as its __file__.
+            runpy.run_path(str(Path(arguments.script).absolute()), run_name="__main__")
     finally:
         sys.argv = argv
         sys.path[:] = path

@@ -176,6 +176,11 @@ class TransparentModule(nn.Module):
         if name in _SHARED:
             self.__dict__[name] = value
             self.module.__dict__[name] = value
+        elif name == "module":
+            raise AttributeError(
+                "the wrapped model stays the one that it is: wrap the other one, or load its "
+                "values by load_state_dict()"
+            )
         elif name in self.__dict__ or hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:

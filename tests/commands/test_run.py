@@ -278,6 +278,13 @@ def test_a_module_within_another_gets_its_line_where_it_is_made(capsys, base):
     assert "after line 7 of within.py" in err
 
 
+def test_a_script_finds_itself_from_another_folder(capsys, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("import os\nos.chdir('/')\nprint(os.path.isfile(__file__))")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "script.py"]) == 0
+    assert capsys.readouterr().out == "True\n"
+
+
 def test_modules_are_run_by_name(capsys, tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()

@@ -300,6 +300,15 @@ class Seen(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_model_is_traced_as_plain_pytorch_runs_it():
+    model = rotor.Checkpointable(smooth(), mem_limit="16 KB", verbosity=0)
+    x = batch()
+    with pytest.warns(rotor.MemoryLimitWarning, match=r"torch.jit.trace sees each operator"):
+        traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), model.module(x))
+
+
 @pytest.mark.parametrize(
     ("mode", "name"), [(Seen, "Seen"), (lambda: FlopCounterMode(display=False), "FlopCounterMode")]
 )

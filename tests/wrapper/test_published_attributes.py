@@ -178,3 +178,11 @@ def test_a_limited_model_can_be_inspected(engine):
     assert chk.forward.__code__ is plain_code
     with torch.no_grad():
         assert torch.equal(torch.jit.trace(chk.eval(), X)(X), model(X))
+
+
+def test_another_module_is_not_put_in_the_place_of_the_wrapped_one():
+    chk = rotor.Checkpointable(stages(), mem_limit="4 MiB")
+    module = chk.module
+    with pytest.raises(AttributeError, match=r"stays the one that it is: wrap the other one"):
+        chk.module = stages()
+    assert chk.module is module
