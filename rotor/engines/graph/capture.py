@@ -88,7 +88,6 @@ class Captured:
     """Number of arguments of the backward, and of its results, that are no tensors."""
     guarded: dict[str, bool] = field(default_factory=dict)
     """Dynamo's expressions for the parts of the arguments that the code has read; True: whole."""
-
     numbers: dict[str, Any] = field(default_factory=dict)
     """Numbers that the code has read, by dynamo's expressions of the model's attributes."""
 
