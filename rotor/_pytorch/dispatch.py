@@ -91,7 +91,7 @@ def callers_mode() -> str:
 
     Modes of PyTorch's own are none, but for its counter of operations and its tracer of scripts.
     """
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return "torch.jit.trace"
     if not has_modes():
         return ""

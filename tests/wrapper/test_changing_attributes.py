@@ -159,3 +159,45 @@ def test_other_numbers_are_constants(name, captures):
     both(name)
     # Each value is captured once, and that it can be no input is found once.
     assert len(captures) <= STEPS + 1
+
+
+class Placed(nn.Module):
+    """Block that counts its calls, and knows its place."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.place, self.count, self.rate = place, 2, 0.9
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.rate *= 0.97
+        scale = self.rate + self.count / 100 + self.place / 10
+        return x + self.narrow(torch.tanh(self.wide(x))) * scale
+
+
+class Breaking(Net):
+    """Model without one graph, whose blocks have captures."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda net, x: x, nothing)
+        self.layers = nn.ModuleList(Placed(k) for k in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:no single graph of the model")
+def test_parts_take_such_numbers_as_inputs(captures):
+    torch.manual_seed(0)
+    plain = Breaking()
+    planned = copy.deepcopy(plain)
+    model = rotor.Checkpointable(planned, mem_limit="1 MB", verbosity=-1)
+    assert train(model, planned) == train(plain, plain)
+    assert all(map(torch.equal, planned.parameters(), plain.parameters()))
+    assert model.plan.engine == "parts"
+    # Four places, each as it is first, as it is then, and with numbers as inputs.
+    assert len(captures) <= 12

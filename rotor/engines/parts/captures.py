@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,7 +19,8 @@ from rotor.engines.contract import CannotPlan, NothingToPlan
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.away import Away
-from rotor.engines.graph.code.early import Owners, owners_of, slots_of
+from rotor.engines.graph.code.early import owners_of, slots_of
+from rotor.engines.graph.code.numbers import ModelNumbers, numbers_of
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.sizing import Alone, Families, Family, shapes_of
 from rotor.engines.graph.tracing.lowering import Lowered
@@ -55,6 +59,9 @@ class Captures:
         self._price = price
         self._options = options
         self._captures: dict[Any, Capture] = {}
+        self._numbers: defaultdict[Any, ModelNumbers] = defaultdict(ModelNumbers)
+        self._read: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+        """Numbers of each module that its latest capture has read."""
         self._failures: dict[Any, str] = {}
         self.kinds: dict[Any, Kind] = {}
         """Captured graphs, by their id and, if others share them, the sizes of the call."""
@@ -77,26 +84,45 @@ class Captures:
             shaped = self._shaped(key, module, (args, kwargs))
             if shaped is not None:
                 return shaped
-        tried = [self._captures[key]] if key in self._captures else []
-        for capture in [*tried, self._new_capture(folds=False)]:
-            capture.forget_programs()
+        numbers, attempts, reason = self._numbers[key], [], ""
+        reach = partial(self._reached, module, args, kwargs)
+        if key in self._captures:
+            known = self._read.get(module, {})
+            attempts = [
+                lambda: numbers.captured(known, module, reach),
+                # It may be one that others share, for too many values already.
+                lambda: reach(capture=self._captures[key]),
+            ]
+        for attempt in [*attempts, lambda: reach(numbers.inputs)]:
             try:
-                with in_place(self.away, module):
-                    found = capture.reach(module, args, kwargs)
-                    known = found.captured.lowered, found.primals
-                    owners = owners_of(*known, slots_of(module), (args, kwargs))
-                self._captures[key] = capture
-                return self._kind(capture, found, module, (args, kwargs), key, owners)
+                reached = attempt()
+                if reached is None:
+                    continue
+                self._captures[key], found = reached
+                self._read[module] = numbers_of(module, found.captured.numbers)
+                return self._kind(*reached, module, (args, kwargs), key)
             except (CaptureError, CannotPlan) as error:
-                # The capture may be one that others share, for too many values already.
                 reason = str(error)
                 release(error)
-                continue
             except NothingToPlan:
                 reason = "nothing in it needs a gradient"
                 break
         self._failures[key] = reason
         return reason
+
+    def _reached(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        numbers: frozenset[str] = frozenset(),
+        capture: Capture | None = None,
+    ) -> tuple[Capture, Unplanned]:
+        """Return a capture, a new one with numbers as inputs if none is given, and its call."""
+        capture = capture or self._new_capture(folds=False, numbers=numbers)
+        capture.forget_programs()
+        with in_place(self.away, module):
+            return capture, capture.reach(module, args, kwargs)
 
     def _new_capture(self, **options: Any) -> Capture:
         home_of = None if self.away is None else self.away.home_of
@@ -176,11 +202,13 @@ class Captures:
         module: nn.Module,
         arguments: Any,
         key: Any,
-        owners: Owners | None,
     ) -> Kind:
         captured = found.captured
         try:
             if id(captured) not in self.kinds:
+                slots = slots_of(module)
+                with in_place(self.away, module):
+                    owners = owners_of(captured.lowered, found.primals, slots, arguments)
                 costs = self._price(captured.lowered, self.device, found.primals)
                 step = CapturedStep(
                     capture,
@@ -192,7 +220,6 @@ class Captures:
                     offload=self.offload,
                     releases_outputs=True,
                 )
-                slots = slots_of(module)
                 step.away = Away.of(self.away, captured.lowered, owners, slots)
                 step = _leaving(step, module)
                 orders = self._orders.setdefault((key[1:], len(captured.lowered.tasks)), {})

@@ -26,6 +26,7 @@ from rotor.errors import InfeasibleError
 from rotor.graph.assembly import least_bytes, peak_of, simulate
 from rotor.meter.allocator import MeterBusyError
 from rotor.meter.step_meter import StepWatch
+from rotor.meter.watch import LevelWatch
 from rotor.units import exact_bytes
 
 
@@ -178,6 +179,9 @@ class PiecesStep:
                 kind = captures.kind_of(path, module, signature, args, kwargs)
             except MeterBusyError:
                 return None, "now"  # An operation is not known yet, and the step is being metered.
+            finally:
+                if isinstance(self._meter, LevelWatch):
+                    self._meter.cancel()
             if isinstance(kind, Kind):
                 is_held, planned = False, None
                 if k is not None:
