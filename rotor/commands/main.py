@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 import rotor
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else _USAGE
     if getattr(arguments, "is_script", False):
         return _run_script(arguments)
-    with warnings.catch_warnings(), _announced(arguments):
+    with warnings.catch_warnings(), _announced(arguments), _open_stdout():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show_warning
         try:
@@ -87,6 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = "" if arguments.debug else " (--debug shows where)"
             _report(arguments, f"failed: {type(error).__name__}: {_line(error)}{shown}")
             return _FAILED
+
+
+@contextmanager
+def _open_stdout() -> Iterator[None]:
+    """Lose what is written to stdout in the context, if that is closed."""
+    if sys.stdout is not None:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def _run_script(arguments: argparse.Namespace) -> int:

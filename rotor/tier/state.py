@@ -500,13 +500,16 @@ class _Source:
             return tensor.detach()
         weight = self._weight_of(tensor)
         assert weight is not None
-        values = weight.read()
-        if values.shape != tensor.shape:
+        values: Any = weight.read()
+        if not isinstance(values, torch.Tensor) or values.shape != tensor.shape:
+            is_tensor = isinstance(values, torch.Tensor)
+            kind = f"tensor of shape {tuple(values.shape)}" if is_tensor else type(values).__name__
             raise ValueError(
-                f"weights gave a tensor of shape {tuple(values.shape)} for "
-                f"{self._names[id(tensor)][0]}, whose shape is {tuple(tensor.shape)}"
+                f"weights gave a {kind} for {self._names[id(tensor)][0]}, expected a tensor of "
+                f"shape {tuple(tensor.shape)}"
             )
-        return values.detach().to(device=self.device, dtype=tensor.dtype)
+        made: torch.Tensor = values.detach().to(device=self.device, dtype=tensor.dtype)
+        return made
 
     def fill_buffers(self) -> None:
         """Give buffers on the meta device their values."""

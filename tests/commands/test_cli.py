@@ -286,3 +286,9 @@ def test_a_reader_that_leaves_is_no_traceback(log):
     command = f"{sys.executable} -m rotor simulate {log} --json | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_a_closed_stdout_loses_text_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info"]) == 0
+    assert sys.stdout is None

@@ -12,6 +12,7 @@ import torch
 from tiers.test_larger import GPT, OPTIMIZERS, assert_same, train
 from tiers.test_larger_dynamic import Asking, batches
 from tiers.test_larger_parts import Breaking
+from torch import nn
 from torch.nn import functional as F
 
 import rotor
@@ -254,3 +255,17 @@ def test_nothing_is_held_of_a_model_that_is_gone():
     del chk, model, second
     gc.collect()
     assert gone[1]() is None
+
+
+def test_weights_without_a_tensor_are_named():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"gave a NoneType for 0.weight, expected a tensor"):
+        rotor.Checkpointable(
+            model,
+            mem_limit="1MiB",
+            offload="disk",
+            offload_state=optimizer,
+            weights=lambda name: None,
+        )
