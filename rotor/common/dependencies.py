@@ -14,17 +14,30 @@ from itertools import islice, repeat
 from operator import attrgetter, is_
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from rotor._pytorch import core
 from rotor._pytorch import traces as modes
 from rotor.common.module_state import Watch, is_library
-from rotor.common.places import MISSING, Attribute, Contents, Entry, Place, is_put_back, is_scalar
+from rotor.common.places import (
+    MISSING,
+    Attribute,
+    Contents,
+    Entry,
+    Inner,
+    Place,
+    is_put_back,
+    is_scalar,
+)
 from rotor.errors import RecomputationError
 
 _MOST_ITEMS = 1_000
 """Number of items above which a container is known by its identity and length alone."""
+
+_MOST_BYTES = 1 << 12
+"""Bytes of an array above which its contents are not known."""
 
 Identities = Collection[tuple[int, Any]]
 _versions = attrgetter("_version")
@@ -129,6 +142,21 @@ class _Length(_Source):
         return None
 
 
+class _Memory(_Source):
+    """Contents of a small array of NumPy's."""
+
+    def __init__(self, name: str, owner: Any) -> None:
+        super().__init__(name, owner, [None], lambda: (owner.tobytes(),))
+
+    def replaced(self, before: Sequence[Any], kept: Identities) -> Callable[[], None] | None:
+        place = Inner(self.name, self.owner)
+        if place.identity in kept or self.owner.tobytes() == before[0]:
+            return None
+        now = place.get()
+        place.put(np.frombuffer(before[0], now.dtype).reshape(now.shape))
+        return partial(place.put, now)
+
+
 class Dependencies(Watch):
     """Places that the code of modules reads, as far as they are known from what it names.
 
@@ -229,7 +257,10 @@ class Dependencies(Watch):
             self._waiting.append((f"{name}[{k}]", item, None))
 
     def _state(self, name: str, owner: Any) -> None:
-        """Leave out states of generators and contents of arrays."""
+        """Leave out states of generators and contents of large arrays."""
+        is_small = isinstance(owner, np.ndarray) and 0 < owner.nbytes <= _MOST_BYTES
+        if is_small and not owner.dtype.hasobject:
+            self._sources.append(_Memory(name, owner))
 
     def _mutable(self, value: Any, holder: Place | None) -> None:
         """Leave tensors out: their versions tell whether they were written to."""

@@ -204,6 +204,35 @@ def test_recomputed_stages_begin_with_what_was_replaced(name):
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
+class Late(nn.Module):
+    """Stage that writes to a small array from the sixth forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.known, self.writes = nn.Linear(WIDTH, WIDTH), np.ones(3), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.known[0] += 1
+        return torch.tanh(self.layer(x) * self.known[0].item())
+
+
+def test_stages_that_begin_to_write_to_an_array_are_recomputed_with_it():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Late() for _ in range(5)])
+    planned = copy.deepcopy(plain)
+    model = rotor.Checkpointable(planned, mem_limit=180_000, engine="chain")
+    for step in range(8):
+        x = torch.randn(256, WIDTH)
+        for net, call in ((plain, plain), (planned, model)):
+            for stage in net:
+                stage.writes = step >= 5
+            call(x).square().mean().backward()
+        assert all((a.known == b.known).all() for a, b in zip(plain, planned, strict=True))
+        pairs = zip(plain.parameters(), planned.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
 def test_what_a_first_forward_prepares_stays():
     made: list[int] = []
 
