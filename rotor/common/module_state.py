@@ -512,7 +512,7 @@ class Watch:
                     formers.append((place, cell.former(place)))
         for place, former in formers:
             # What was written to and replaced will be written to again.
-            place.in_place |= Inner("", former).identity in found
+            place.in_place |= (id(former), None) in found
         return list(found.values())
 
     def reaches(self, place: Place) -> bool:

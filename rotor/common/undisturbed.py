@@ -261,23 +261,27 @@ class Trial:
         # Attributes of tensors that are given as they are belong to the caller.
         watched = [*roots, *(("an argument", tensor) for tensor in given if tensor.requires_grad)]
         self._watch = Watch(watched, copies_tensors=not is_guarded, slots_of=slots_of)
-        if self._watch.generators:
-            raise Untriable(
-                f"{self._watch.generators[0]} is a running generator (a function with yield), "
-                "which measuring would move on and nothing can set back: keep a list or an "
-                'iterator of one there, or use engine="dynamic", which measures nothing'
-            )
-        if self._watch.streams:
-            raise Untriable(
-                f"{self._watch.streams[0]} is a stream, neither a file nor in memory, to which "
-                "measuring would write and which nothing can set back: keep an open file or an "
-                'io.StringIO there, or use engine="dynamic", which measures nothing'
-            )
-        if self._watch.opaque:
-            raise Untriable(
-                f"{self._watch.opaque[0]}, whose state measuring may change and nothing can set "
-                'back: keep it out of the model, or use engine="dynamic", which measures nothing'
-            )
+        for names, reason in (
+            (
+                self._watch.generators,
+                " is a running generator (a function with yield), which measuring would move on "
+                "and nothing can set back: keep a list or an iterator of one there",
+            ),
+            (
+                self._watch.streams,
+                " is a stream, neither a file nor in memory, to which measuring would write and "
+                "which nothing can set back: keep an open file or an io.StringIO there",
+            ),
+            (
+                self._watch.opaque,
+                ", whose state measuring may change and nothing can set back: keep it out of the "
+                "model",
+            ),
+        ):
+            if names:
+                raise Untriable(
+                    f'{names[0]}{reason}, or use engine="dynamic", which measures nothing'
+                )
         modules = [m for _, root in roots if isinstance(root, nn.Module) for m in root.modules()]
         self._modules = [(m, type(m), m.training) for m in dict.fromkeys(modules)]
         self._given = {
