@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
         "there too, and count in the limit what of them is in memory",
     }
     add_options(sub, options)
-    add_output(sub, help="write the advice as JSON to a file")
+    add_output(sub, help="write the advice, or what a limit led to, as JSON to a file")
     sub.set_defaults(command=_run, is_script=True)
 
 

@@ -30,6 +30,7 @@ from rotor.fit.advice import Advice, advise, device_of_call
 from rotor.integrations.planned import PlannedForward
 from rotor.meter.room import CARD, Room
 from rotor.meter.step_meter import StepMeter
+from rotor.tier.offload import UnreachableError, checked_offload
 from rotor.units import format_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.outermost import OutermostCalls, unwrapped
@@ -43,6 +44,10 @@ def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
 
     `limits` are those of the outermost module, if any, by their names in `rotor.Checkpointable`.
     """
+    if "offload" in limits:  # A tier that cannot be made is an error before the script runs.
+        made = checked_offload(limits["offload"], None, "auto", limits["host_limit"])
+        assert made is not None
+        limits = limits | {"offload": made.tier, "host_limit": None}
     watcher = _Watcher(arguments, limits)
     error: BaseException | None = None
     try:
@@ -69,7 +74,7 @@ def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
         del error
         watcher.explain_failure()
         return code
-    own = isinstance(error, InfeasibleError) and limits
+    own = isinstance(error, InfeasibleError | UnreachableError) and limits
     if own and not arguments.debug:
         tell(arguments, f"error: {_first_line(error)}", always=True)
         return _USAGE
@@ -332,6 +337,15 @@ class _Watcher:
         if plan is not None and peak is not None:
             most = format_bytes(plan.limit_bytes)
             tell(self._arguments, f"the metered step peaked at {format_bytes(peak)} of {most}")
+        if plan is not None and self._arguments.json is not None:
+            data = {
+                "script": self._arguments.script,
+                "limit_bytes": plan.limit_bytes,
+                "engine": plan.engine,
+                "predicted_bytes": plan.predicted_bytes,
+                "measured_bytes": peak,
+            }
+            write_command_json(self._arguments, data, self._arguments.json)
         if self._others:
             names = ", ".join(sorted(self._others))
             self._tell(f"the limit was for {type(model.module).__name__} alone, not for {names}")

@@ -146,8 +146,10 @@ def test_advice_is_for_the_autocast_of_the_script(capsys):
 
 def test_a_limit_is_kept_without_a_change_of_the_script(capsys):
     plain = run(capsys, "train.py")[1]
-    code, out, err = run(capsys, "--limit", "500KiB", "train.py")
+    code, out, err = run(capsys, "--json", "run.json", "--limit", "500KiB", "train.py")
     assert (code, out) == (0, plain)
+    data = json.loads(Path("run.json").read_text(encoding="utf-8"))
+    assert 0 < data["measured_bytes"] <= data["predicted_bytes"] <= data["limit_bytes"] == 512_000
     peak = re.search(r"the metered step peaked at (\S+) KiB of 500 KiB", err)
     assert peak is not None
     assert 0 < float(peak[1]) <= 500
@@ -155,6 +157,20 @@ def test_a_limit_is_kept_without_a_change_of_the_script(capsys):
     assert code == 2
     assert "error: no plan was found that fits in 20 KiB (20480 bytes)" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--limit", "500KiB", "--offload", "host"), "HostTier does not reach the memory of cpu"),
+        (("--limit", "500KiB", "--offload", "disk:/no/folder"), "/no/folder: No such file"),
+        (("--total", "1KiB"), "Nothing is left for a step: 1 KiB = "),
+    ],
+)
+def test_what_cannot_be_given_is_one_line(capsys, options, text):
+    code, _, err = run(capsys, *options, "train.py")
+    assert (code, "Traceback" in err) == (2, False)
+    assert text in err
 
 
 BACKWARD = """
