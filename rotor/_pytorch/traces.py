@@ -18,8 +18,7 @@ from rotor._pytorch import core, dispatch
 
 _CHOICES = ("math_sdp", "flash_sdp", "mem_efficient_sdp", "cudnn_sdp", "cudnn", "mkldnn")
 core.check(f"_C._get_{name}_enabled" for name in _CHOICES)
-core.check(["fx._symbolic_trace._is_fx_tracing_flag"])
-_SYMBOLIC: Any = fx._symbolic_trace
+core.check(["fx._symbolic_trace.is_fx_symbolic_tracing"])
 _ASKED = [getattr(torch._C, f"_get_{name}_enabled") for name in _CHOICES]
 GLOBAL_HOOKS = [
     getattr(nn.modules.module, f"_global_{name}")
@@ -27,6 +26,8 @@ GLOBAL_HOOKS = [
 ]
 
 in_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_symbolic: Callable[[], bool] = fx._symbolic_trace.is_fx_symbolic_tracing
+"""Return whether torch.fx runs a model on symbols, which no compiler reads."""
 
 
 def kernel_choices() -> tuple[bool, ...]:
@@ -213,11 +214,6 @@ class Writes(_python_dispatch.TorchDispatchMode):
                 kept.restore(self._storages)
         self._storages.clear()
         self._kept.clear()
-
-
-def is_symbolic() -> bool:
-    """Return whether torch.fx runs a model on symbols, which no compiler reads."""
-    return _SYMBOLIC._is_fx_tracing_flag and not torch.compiler.is_compiling()
 
 
 def symbolic_call(module: nn.Module, args: Any, kwargs: Any) -> fx.Proxy | None:
