@@ -116,4 +116,4 @@ def test_the_sum_behind_a_total_limit_names_the_peak_once():
         chk(torch.randn(512, 256))
     text = str(caught.value)
     assert text.count("The least is set by") == 1
-    assert text.count("The limit follows from") == 1
+    assert text.count("Nothing is left for a step: 878.9 KiB = ") == 1
