@@ -469,6 +469,15 @@ def check(required: str | Iterable[str] = _REQUIRED) -> None:
         )
 
 
+@functools.cache
+def attribute_reader() -> str:
+    """Return the name of the method by which dynamo's variables read an attribute."""
+    from torch._dynamo.variables.base import VariableTracker
+
+    names = ("tp_getattro_impl", "var_getattr")  # The former since PyTorch 2.14.
+    return next(name for name in names if hasattr(VariableTracker, name))
+
+
 # -- functorch, and the end of a backward
 
 

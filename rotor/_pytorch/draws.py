@@ -259,7 +259,7 @@ def _variables() -> tuple[Any, Any]:
         def python_type(self) -> type:
             return type(self.generator)
 
-        def var_getattr(self, tx: Any, name: str) -> Any:
+        def read(self, tx: Any, name: str) -> Any:
             return Method(self.draws, self.generator, name)
 
         def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -280,4 +280,5 @@ def _variables() -> tuple[Any, Any]:
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             return self.draws.input(tx, self.generator, self.name, args, kwargs)
 
+    setattr(Generator, core.attribute_reader(), Generator.read)
     return Generator, Method

@@ -471,7 +471,8 @@ def _metaclasses_refused() -> Iterator[None]:
     """
     from torch._dynamo.variables import GetAttrVariable, UserDefinedClassVariable
 
-    read: Any = UserDefinedClassVariable.var_getattr
+    reader = core.attribute_reader()
+    read: Any = getattr(UserDefinedClassVariable, reader)
     call: Any = UserDefinedClassVariable.call_function
 
     def refuse(kind: type, name: str) -> None:
@@ -490,7 +491,7 @@ def _metaclasses_refused() -> Iterator[None]:
             refuse(self.value, "__call__")
         return call(self, *args)
 
-    with core.replaced(UserDefinedClassVariable, var_getattr=reading, call_function=calling):
+    with core.replaced(UserDefinedClassVariable, **{reader: reading, "call_function": calling}):
         yield
 
 
