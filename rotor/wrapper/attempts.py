@@ -11,7 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch import nn
 from rotor._pytorch import core, dispatch
 from rotor.common.frames import reported
 from rotor.common.modes import RngTracker
-from rotor.common.module_state import Watch, is_library
+from rotor.common.module_state import Watch
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.tensor_trees import output_tensors
 from rotor.common.undisturbed import Untriable, trial
@@ -33,7 +33,7 @@ from rotor.engines.contract import (
     Refusal,
     Unsuited,
 )
-from rotor.engines.plain import PlainEngine
+from rotor.engines.plain import PlainEngine, PlainPlan
 from rotor.errors import InfeasibleError, RecomputationError
 from rotor.meter.allocator import MeterBusyError, storage_bytes
 from rotor.tier.interface import TransferError
@@ -277,13 +277,23 @@ class Attempts:
         warn_unmeasured(context, busy, is_limited=found[1] is not None)
         return found
 
-    def after_refusal(self, driver: Any, key: Key, call: Call, error: Exception) -> Exception:
-        """Return what to raise after the last engine's refusal: a step's own error, if any."""
-        own = None if self._measures else _error_of_forward(driver.context, call)
-        if own is None:
-            return error
-        driver.forget(key)
-        return own
+    def fail(self, driver: Any, key: Key, call: Call, error: Exception) -> NoReturn:
+        """Raise an error of a step, or that of its forward if plain PyTorch raises one too.
+
+        That forward runs, and what it does before it raises stays. Under ``engine="auto"`` plain
+        PyTorch is asked next anyway.
+        """
+        context = driver.context
+        try:
+            is_answer = _is_free(context) or isinstance(error, _ANSWERS)
+            if not is_answer and _error_of_forward(context, call) is not None:
+                driver.forget(key)
+                device = context.device_of(call)
+                plan = PlainPlan(device, driver.limits.limit_on(device, context.latest), "")
+                driver.run_plan(plan, call, key.absent, PlainEngine(context))
+            raise error from None
+        finally:
+            del error
 
     def _report(self, driver: Any) -> None:
         """Warn of engines that failed, and of one that has taken the step over."""
@@ -321,17 +331,6 @@ def is_of_caller(error: BaseException, engine: Engine, context: Context) -> bool
     """Return whether an error of a forward is the caller's own, as far as can be told."""
     is_last = isinstance(engine, PlainEngine) or not _is_free(context)
     return is_last and isinstance(error, Exception) and not isinstance(error, _ANSWERS)
-
-
-def is_of_forward(error: Exception, context: Context, call: Call) -> bool:
-    """Return whether a forward's own error, of a class of the caller's, ended a step's planning.
-
-    Such an error is a signal, and what the forward does before it stays. After others, such as
-    PyTorch's for a wrong argument, all is as before. Under ``engine="auto"`` plain PyTorch has run.
-    """
-    if _is_free(context) or is_library(type(error).__module__):
-        return False
-    return type(_error_of_forward(context, call)) is type(error)
 
 
 def _error_of_forward(context: Context, call: Call) -> Exception | None:

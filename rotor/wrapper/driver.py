@@ -40,13 +40,12 @@ from rotor.engines.contract import (
 )
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.peers import Alone, Peers, SharingRanks
-from rotor.engines.plain import PlainEngine, PlainPlan
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator, watch
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
-from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, is_of_forward, planning
+from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, planning
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import end_after_error, observer_of_step
@@ -281,7 +280,7 @@ class Driver:
                 return found
             except CannotPlan as refused:
                 if not self.order.refuse(key, call, str(refused.error)):
-                    raise self._attempts.after_refusal(self, key, call, refused.error) from None
+                    raise refused.error from None
                 again = False
             except allocator.MeterBusyError:
                 # The next step tries again.
@@ -440,17 +439,10 @@ class Driver:
         except allocator.MeterBusyError as error:
             standby, plan = self._attempts.unmeasured(self, key, call, error)
         except Exception as error:
-            if not is_of_forward(error, self.context, call):
-                raise
             plan, failed = None, error
         if failed is not None:
             try:
-                # A trial has put back what the caller's code does before it raises.
-                device = self.context.device_of(call)
-                limit = self.limits.limit_on(device, self.context.latest)
-                plan = PlainPlan(device, limit, "")
-                self._run(plan, call, absent, PlainEngine(self.context))
-                raise failed
+                self._attempts.fail(self, key, call, failed)
             finally:
                 del failed
         if plan is None:
@@ -458,7 +450,7 @@ class Driver:
         if self.is_pending():
             self._warn_pending(plan.limit_bytes)
         if standby is not None:
-            return self._run(plan, call, absent, standby)
+            return self.run_plan(plan, call, absent, standby)
         if plan is not self.context.latest and plan.key in self.context.plans:
             # Plans are kept in the order of their last use.
             self.context.plans[plan.key] = self.context.plans.pop(plan.key)
@@ -467,14 +459,14 @@ class Driver:
         key = plan.key
         begun = time.perf_counter()
         try:
-            return self._run(plan, call, absent)
+            return self.run_plan(plan, call, absent)
         except PlanAgain as found:
             # The call was captured again.
             with self._announcer.timed(begun):
                 plan = self._make(plan.key, plan.reserve_bytes)
             self._announcer.log_plan(plan)
             try:
-                return self._run(plan, call, absent)
+                return self.run_plan(plan, call, absent)
             except PlanAgain:
                 raise (found.__cause__ or found) from None
         except CannotPlan as refused:
@@ -482,9 +474,9 @@ class Driver:
             cancel_running()
             self.order.of(key).forget(key.measured)
             if not self.order.refuse(key, call, str(refused.error)):
-                raise refused.error from None
+                self._attempts.fail(self, key, call, refused.error)
             self._measure(key, call)
-            return self._run(self._make(key), call, absent)
+            return self.run_plan(self._make(key), call, absent)
 
     def _ready(self, key: Key, call: Call, *, is_one_behind: bool) -> Any:
         """Return the plan of a step; ``None`` if nothing in it needs a gradient."""
@@ -563,7 +555,8 @@ class Driver:
         self.context.warn("over", f"{plan.describe_excess()}. {TAKEN_OVER}")
         return taken
 
-    def _run(self, plan: Any, call: Call, absent: Any, engine: Engine | None = None) -> Any:
+    def run_plan(self, plan: Any, call: Call, absent: Any, engine: Engine | None = None) -> Any:
+        """Return the output of a step that runs by its plan's engine, or by a given one."""
         engine = engine or self.order.owner(plan)
         before = self._attempts.state_before(engine, call, plan, self.context)
         started: list[StepWatch] = []

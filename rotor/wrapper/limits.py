@@ -114,7 +114,9 @@ class Limits:
         if room is not None and room.latest is not None and error.minimum_bytes:
             found = room.latest
             least = exact_bytes(found.total_bytes - found.step_bytes + error.minimum_bytes)
-            why = "The limit follows from" if found.step_bytes > 0 else "Nothing is left for a step:"
+            why = (
+                "The limit follows from" if found.step_bytes > 0 else "Nothing is left for a step:"
+            )
             text = f"{error.args[0]}. {why} {found}: in all, {least} would do"
             error.args = (text, *error.args[1:])
 

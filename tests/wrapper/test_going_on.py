@@ -394,6 +394,44 @@ def test_what_a_forward_does_before_it_raises_stays(engine):
         assert found[0].requires_grad
 
 
+class Raising(nn.Module):
+    """Module that counts its forwards, and refuses large batches and its fourth forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if len(x) > 64:
+            raise ValueError("a batch of 64 at most")
+        if self.forwards == 4:
+            raise KeyError("fourth")
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
+def test_a_forward_that_raises_is_the_plain_one(engine, is_first):
+    net = Raising()
+    plain = copy.deepcopy(net)
+    model = rotor.Checkpointable(net, mem_limit="200 KB", engine=engine)
+    for rows in ([65] if is_first else []) + [32, 65, 32, 32, 32, 65, 32]:
+        x, found = torch.randn(rows, WIDTH), []
+        for call in (model, plain):
+            try:
+                call(x).sum().backward()
+                found.append("")
+            except (ValueError, KeyError) as error:
+                found.append(repr(error))
+        assert found[0] == found[1]
+        assert net.forwards == plain.forwards
+    assert same(gradients_of(model), gradients_of(plain))
+
+
 @pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
 def test_what_is_noted_before_a_forward_raises_is_metered(engine):
     net, found = stopping(8, 6)
