@@ -86,13 +86,26 @@ def has_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+_TRACING = ("FakeTensorMode", "ProxyTorchDispatchMode")
+
+
+def callers_tracer() -> str:
+    """Return the name of what traces operators or has them return no numbers; empty if nothing."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return "torch.jit.trace"
+    if not has_modes():
+        return ""
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    kinds = [type(m).__name__ for m in _python_dispatch._get_current_dispatch_mode_stack()]
+    return next((name for name in reversed(kinds) if name in _TRACING), "")
+
+
 def callers_mode() -> str:
     """Return the name of a mode of the caller's that sees operators; empty without one.
 
-    Modes of PyTorch's own are none, but for its counter of operations and its tracer of scripts.
+    Modes of PyTorch's own are none, but for its counter of operations.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return "torch.jit.trace"
     if not has_modes():
         return ""
     kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]

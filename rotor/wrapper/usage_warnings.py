@@ -60,11 +60,12 @@ def refuse_outer_transforms(context: Context) -> bool:
 def is_seen_by_a_mode(context: Context) -> bool:
     """Return whether the caller's own mode sees a step's operators, which no capture goes through.
 
-    Engines that were asked for by name run such steps as they can; that of graphs cannot.
+    Engines that were asked for by name run such steps as they can, if they are not traced; that of
+    graphs cannot.
     """
-    if context.settings.engine not in ("auto", "graph") or context.peers.ranks is not None:
-        return False
-    name = dispatch.callers_mode()
+    name = dispatch.callers_tracer()
+    if context.settings.engine in ("auto", "graph") and context.peers.ranks is None:
+        name = name or dispatch.callers_mode()
     if name and context.settings.engine == "graph":
         raise CaptureError(
             f"{name} sees each operator of this step, so that none of it is captured: call the "

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -307,6 +309,42 @@ def test_a_model_is_traced_as_plain_pytorch_runs_it():
     with pytest.warns(rotor.MemoryLimitWarning, match=r"torch.jit.trace sees each operator"):
         traced = torch.jit.trace(model, x)
     assert torch.equal(traced(x), model.module(x))
+
+
+def exported(model: Any) -> None:
+    torch.export.export(model, (batch(),))
+
+
+def traced_by_proxies(model: Any) -> None:
+    make_fx(model)(batch())
+
+
+def faked(model: Any) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.empty(32, WIDTH)).sum()
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("engine", ["auto", "chain", "dynamic"])
+@pytest.mark.parametrize(
+    ("trace", "name"),
+    [
+        (exported, "torch.export"),
+        (traced_by_proxies, "ProxyTorchDispatchMode"),
+        (faked, "FakeTensorMode"),
+    ],
+)
+def test_a_traced_forward_is_plain_by_every_engine(trace, name, engine, before):
+    plain = smooth()
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="16 KB", engine=engine)
+    for _ in range(before):
+        heard(lambda: [net(batch()).sum().backward() for net in (plain, model)])
+    with pytest.warns(rotor.MemoryLimitWarning, match=f"{name} sees each operator"):
+        trace(model)
+    heard(lambda: [net(batch()).sum().backward() for net in (plain, model)])
+    assert same(gradients_of(plain), gradients_of(model))
+    heard(lambda: model(batch()).sum().backward())
+    assert model.plan.measured_bytes <= 16_000
 
 
 @pytest.mark.parametrize(
