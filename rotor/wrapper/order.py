@@ -44,7 +44,10 @@ class Order:
         return engine.others.get(plan.engine, engine)
 
     def refuse(self, key: Key, call: Call, reason: str) -> bool:
-        """Hand a kind of step to the next engine; return False after the last one."""
+        """Hand a kind of step to the next engine; return False after the last one.
+
+        Plans of kinds that are measured alike are dropped: that engine makes its own.
+        """
         known = self._context.refusals.get(key.measured)
         number = 0 if known is None else known.engine
         if number + 1 >= len(self.engines):
@@ -53,6 +56,9 @@ class Order:
         device = self._context.device_of(call)
         self._context.refusals[key.measured] = Refusal(number + 1, device, reason, why)
         self.taken_over[self.engines[number + 1]] = reason
+        plans = self._context.plans
+        for alike in [k for k in plans if k.measured == key.measured and k != key]:
+            del plans[alike]
         return True
 
     def refuse_size(self, key: Key, call: Call, reason: str) -> bool:

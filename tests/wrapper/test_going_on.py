@@ -432,6 +432,29 @@ def test_what_a_forward_does_before_it_raises_stays(engine):
         assert found[0].requires_grad
 
 
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("kind", ["graph", "parts"])
+def test_an_engine_that_takes_steps_over_plans_all_kinds_of_them(kind):
+    net = made(kind)
+    plain = copy.deepcopy(net)
+    model = rotor.Checkpointable(net, mem_limit="1 MB", verbosity=0)
+
+    def step(call: Any) -> None:
+        torch.manual_seed(2)
+        call(batch()).square().mean().backward()
+
+    for number in range(4):
+        for _ in range(2):  # Gradients exist in the second one.
+            step(model)
+            step(plain)
+        if number == 1:
+            model.plan.is_over = True
+        assert same(gradients_of(model), gradients_of(plain))
+        model.zero_grad()
+        plain.zero_grad()
+    assert model.plan.engine == ("dynamic" if kind == "parts" else "parts")
+
+
 class Raising(nn.Module):
     """Module that counts its forwards, and refuses large batches and its fourth forward."""
 
