@@ -35,7 +35,8 @@ class Stage(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
         self.drop, self.question, self.was_leaf = nn.Dropout(0.2), question, False
-        self.register_forward_pre_hook(Stage.note)
+        if question is not QUESTIONS["never"]:
+            self.register_forward_pre_hook(Stage.note)
 
     @staticmethod
     def note(stage, args):
@@ -243,3 +244,37 @@ def test_measuring_leaves_weights_that_any_stage_writes_to(way):
         return torch.randn(64, WIDTH)
 
     assert _same(make, batch, mem_limit="1 GB", engine="chain")
+
+
+class Counting(nn.Module):
+    """Stage whose output depends on what earlier forwards kept, where gradients were recorded."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind, self.steps = nn.Linear(WIDTH, WIDTH), kind, 0
+        self.history: list[float] = []
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        y = self.linear(x) * float(self.scale) * (1 + 0.1 * self.steps + sum(self.history))
+        is_noted = y.requires_grad if self.kind == "of a value" else torch.is_grad_enabled()
+        if is_noted and self.kind == "buffer":
+            self.scale.mul_(0.9).add_(y.detach().abs().mean(), alpha=0.1)
+        elif is_noted and self.kind == "weight":
+            self.linear.weight.data.mul_(0.99)
+        elif is_noted and self.kind == "list":
+            self.history.append(y.detach().mean().item())
+        else:
+            self.steps += 1 if is_noted else 2
+        return torch.tanh(y)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "of a value", "buffer", "list", "weight"])
+@pytest.mark.parametrize("engine", ["chain", "auto"])
+def test_a_stage_keeps_what_it_keeps_where_gradients_are_recorded(kind, engine):
+    def make() -> nn.Module:
+        pairs = [(Counting(kind), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        return nn.Sequential(*[stage for pair in pairs for stage in pair])
+
+    options = _everything() if engine == "chain" else {"mem_limit": 400 * WIDTH * 4 * 8}
+    assert _same(make, lambda: torch.randn(400, WIDTH), **options)

@@ -23,7 +23,7 @@ from rotor._pytorch.traces import Writes
 from rotor.common.checksums import checksum
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
-from rotor.common.places import Place, Saved, tensors_in
+from rotor.common.places import Place, Saved, is_scalar, tensors_in
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import (
     Flags,
@@ -61,7 +61,7 @@ class Observation:
     written: list[torch.Tensor] = field(default_factory=list, repr=False)
     """Parameters that a forward writes to."""
     asks: bool = False
-    """True if a run without a graph gave other bits."""
+    """True if a run without a graph gave other bits, or left other state."""
     reaches: Any = field(default=None, repr=False)
     read: set[int] = field(default_factory=set, repr=False)
     """Ids of the parameters and of other stages' buffers that a forward reads."""
@@ -250,6 +250,26 @@ def _digest(tensor: torch.Tensor) -> Any:
         return tuple(tensor.shape), tensor.dtype
 
 
+def _buffers_left(originals: list[tuple[core.Slot, torch.Tensor]]) -> list[Any]:
+    """Return the digests of the values in the slots of buffers."""
+    values = [slots.get(name) for (slots, name), _ in originals]
+    return [_digest(value) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def _left_by(places: list[Place]) -> list[Any]:
+    """Return places that a run has changed, each with the numbers in it that say which run it was.
+
+    Numbers with a fraction do not: they may be times.
+    """
+    found = []
+    for place in places:
+        leaves = core.tree_flatten(place.get())[0]
+        exact = [v for v in leaves if is_scalar(v) and not isinstance(v, float | complex)]
+        tensors = [_digest(v) for v in leaves if isinstance(v, torch.Tensor)]
+        found.append((place.identity, len(leaves), *map(repr, exact), *_as_numbers(tensors)))
+    return found
+
+
 def _as_numbers(digest: Sequence[Any]) -> list[Any]:
     return [
         tuple(int(part) if isinstance(part, torch.Tensor) else part for part in entry)
@@ -295,6 +315,7 @@ class Observer:
         states = self._rng.read()
         found, first = self._run(stage, x, flags, i, watch)[:2]
         changed = watch.changed()
+        left = _left_by(changed)
         found.changes = changed
         if found.leaves:
             found.leaves = [
@@ -305,7 +326,8 @@ class Observer:
         watch.restore()
         self._rng.write(states)
         if self._sees_writes:
-            found.asks = self._bare(stage, x) != _as_numbers(first[0])
+            recorded = _as_numbers([*first[0], *first[2]]), {*map(id, found.written)}, left
+            found.asks = (*self._bare(stage, x), _left_by(watch.changed())) != recorded
             watch.restore()
             self._rng.write(states)
         _, second, y = self._run(stage, x, flags, i, None)
@@ -319,13 +341,16 @@ class Observer:
         self._leaves = None
         return found, y
 
-    def _bare(self, stage: Stage, x: Any) -> list[Any]:
-        """Return the digest of a stage's output where no graph is recorded."""
-        with self._around(stage), copied_buffers(stage):
+    def _bare(self, stage: Stage, x: Any) -> tuple[list[Any], set[int]]:
+        """Return what a stage makes, and writes to, where no graph is recorded.
+
+        That is the digest of its output and of its buffers, and the ids of written parameters.
+        """
+        with self._around(stage), copied_buffers(stage) as originals:
             with torch.no_grad(), self._seen():
                 y = stage(x)
-            self._undo()
-        return _as_numbers([_digest(tensor) for tensor in tree_tensors(y)])
+            found = [*map(_digest, tree_tensors(y)), *_buffers_left(originals)]
+            return _as_numbers(found), {*map(id, self._undo())}
 
     def _inputs(self, x: Any, flags: Flags) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
         """Return a stage's input, its tensors that require gradients, and the leaves of these."""
@@ -335,7 +360,7 @@ class Observer:
 
     def _run(
         self, stage: Stage, x: Any, flags: Flags, i: int, watch: Watch | None
-    ) -> tuple[Observation, tuple[list[Any], list[Any]], Any]:
+    ) -> tuple[Observation, tuple[list[Any], list[Any], list[Any]], Any]:
         with self._around(stage), copied_buffers(stage) as originals:
             before = [
                 (slot, copy := slot[0][slot[1]], original, copy._version)
@@ -349,6 +374,7 @@ class Observer:
                 with self._seen():
                     y = stage(given)
             check_output(stage.name, y)
+            buffers = _buffers_left(originals)
             uses_rng = self._rng.drawn_since(states)
             mutable = [
                 slot
@@ -376,7 +402,7 @@ class Observer:
         )
         found.written, found.read = self._undo(), set(self._writes.read)
         self._writes.read.clear()
-        digest = walk.outputs, walk.saved
+        digest = walk.outputs, walk.saved, buffers
         end = _Ends(y)
         y = detached(y)
         del walk, foreign, leaves, given, wanted, before
