@@ -20,7 +20,7 @@ from torch import nn
 
 from rotor._pytorch import core
 from rotor._pytorch import traces as modes
-from rotor.common.module_state import Watch, is_library
+from rotor.common.module_state import Watch
 from rotor.common.places import (
     MISSING,
     Attribute,
@@ -28,6 +28,7 @@ from rotor.common.places import (
     Entry,
     Inner,
     Place,
+    is_library,
     is_put_back,
     is_scalar,
 )
@@ -204,7 +205,8 @@ class Dependencies(Watch):
         self._class(type(module))
 
     def _class(self, kind: type) -> None:
-        for base in kind.__mro__:
+        metaclass: type = type(kind)
+        for base in (*kind.__mro__, *metaclass.__mro__):
             if id(base) in self._seen:
                 continue
             self._seen.add(id(base))
@@ -214,9 +216,7 @@ class Dependencies(Watch):
                 names = ["forward"]
             self._named(base.__qualname__, base, Attribute, names)
             if is_own:
-                for value in list(vars(base).values()):
-                    function = getattr(value, "__func__", getattr(value, "fget", value))
-                    self._waiting.append((f"{base.__qualname__}", function, None))
+                self._waiting += [(base.__qualname__, v, None) for v in vars(base).values()]
 
     def _named(self, name: str, owner: Any, kind: type[Place], keys: Sequence[Any]) -> None:
         places = [kind(f"{name}.{key}" if key is not None else name, owner, key) for key in keys]

@@ -16,7 +16,6 @@ import io
 import logging
 import queue
 import random
-import sys
 import threading
 import types
 import warnings
@@ -41,6 +40,7 @@ from rotor.common.places import (
     are_put_back,
     copied,
     global_names,
+    is_library,
     is_put_back,
     is_same,
     is_scalar,
@@ -69,25 +69,23 @@ _WATCHED: tuple[type, ...] = (
 )
 """Kinds of objects of libraries that are watched as the user's own are."""
 
-_CODE: Any = (
-    types.FunctionType
-    | types.MethodType
+_WRAPPERS: Any = (
+    types.MethodType
     | types.BuiltinFunctionType
-    | types.ModuleType
+    | staticmethod
+    | classmethod
+    | property
     | functools.partial
-    | type
+    | functools.partialmethod
+    | functools.cached_property
+    | functools.singledispatchmethod
 )
+"""Types of code that runs other code."""
+_PARTS = "__self__", "__func__", "fget", "fset", "fdel", "func", "args", "keywords", "dispatcher"
+"""Names of attributes by which wrappers hold what they run, and what they run it with."""
+_CODE: Any = types.FunctionType | types.ModuleType | type | _WRAPPERS
 _UNFOLLOWED: Any = torch.Tensor | nn.Module | io.IOBase | logging.Manager | _CODE
 """Values of objects of libraries that are left unwatched, beside iterators."""
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "scipy"}
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
-
-
 _OPAQUE = frozenset(
     [
         *("_queue.SimpleQueue", "sqlite3.Connection", "sqlite3.Cursor", "decimal.Context"),
@@ -100,15 +98,6 @@ _OPAQUE = frozenset(
 
 def _is_opaque(kind: type) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in _OPAQUE
-
-
-def is_library(name: str | None) -> bool:
-    """Return whether the state of a Python module of this name is left unwatched."""
-    name = name or ""
-    package = name.split(".")[0]
-    if package == "rotor":
-        return not name.startswith("rotor.models")
-    return name != "__main__" and (package in _LIBRARIES or _is_installed(package))
 
 
 def _position(iterator: Any) -> Any:
@@ -340,6 +329,9 @@ class Watch:
         elif isinstance(value, tuple | frozenset):
             for k, item in enumerate(value):
                 self._waiting.append((f"{name}[{k}]", item, None))
+        elif isinstance(value, types.MappingProxyType):
+            # As the one of the implementations of a function of `functools.singledispatch`.
+            self._waiting += [(name, part, None) for part in gc.get_referents(value)]
         elif isinstance(value, types.GeneratorType):
             self.generators.append(name)
         elif isinstance(value, types.CellType):
@@ -398,29 +390,18 @@ class Watch:
             self._seen.add(id(base))
 
             def keys(base: type = base) -> list[str]:
-                return [
-                    key
-                    for key, value in vars(base).items()
-                    if not (key.startswith("__") or callable(value) or isinstance(value, _NO_DATA))
-                ]
+                return [key for key in vars(base) if not key.startswith("__")]
 
             self._values(base.__qualname__, base, Attribute, keys)
-            for value in list(vars(base).values()):
-                function = getattr(value, "__func__", getattr(value, "fget", value))
-                if isinstance(function, types.FunctionType | LRU_CACHE):
-                    self._waiting.append((function.__qualname__, function, None))
+            code = [value for value in vars(base).values() if isinstance(value, _CODE | LRU_CACHE)]
+            self._waiting += [(base.__qualname__, value, None) for value in code]
 
     def _code(self, name: str, value: Any) -> None:
-        if isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._waiting.append((name, part, None))
-        elif isinstance(value, type):
+        if isinstance(value, type):
             self._seen.discard(id(value))
             self._class(value)
-        elif isinstance(getattr(value, "__self__", None), io.IOBase):
-            self._waiting.append((name, value.__self__, None))
-        elif isinstance(value, types.MethodType):
-            self._waiting += [(name, value.__self__, None), (name, value.__func__, None)]
+        elif isinstance(value, _WRAPPERS):
+            self._waiting += [(name, getattr(value, key, None), None) for key in _PARTS]
         elif isinstance(value, types.FunctionType) and not is_library(value.__module__):
             for variable, cell in zip(
                 value.__code__.co_freevars, value.__closure__ or (), strict=True
@@ -605,6 +586,3 @@ def _unpacked(value: Any) -> Iterator[Any]:
             yield from _unpacked(item)
     else:
         yield value
-
-
-_NO_DATA: Any = property | staticmethod | classmethod | types.MemberDescriptorType

@@ -25,6 +25,7 @@ from torch import nn
 from rotor._pytorch import core
 from rotor.common.substitutes import slot_names
 
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "scipy"}
 _IN_MEMORY: Any = io.StringIO | io.BytesIO
 
 MISSING: Any = object()
@@ -418,6 +419,21 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     # Names of attributes are among `co_names` too.
     own = frozenset(i.argval for i in dis.get_instructions(code) if i.opname.endswith(_OUTER))
     return own.union(*(global_names(part) for part in inner))
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def is_library(name: str | None) -> bool:
+    """Return whether the state of a Python module of this name is left unwatched."""
+    name = name or ""
+    package = name.split(".")[0]
+    if package == "rotor":
+        return not name.startswith("rotor.models")
+    return name != "__main__" and (package in _LIBRARIES or _is_installed(package))
 
 
 def is_scalar(value: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from rotor._pytorch import fsdp, traces
 from rotor.common.frames import fold
-from rotor.common.module_state import is_library
+from rotor.common.places import is_library
 from rotor.common.substitutes import PatchedForwards
 
 _SHARED = frozenset(vars(nn.Module())) - {"training"}

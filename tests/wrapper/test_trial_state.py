@@ -7,6 +7,7 @@ import collections
 import copy
 import ctypes
 import decimal
+import functools
 import hashlib
 import mmap
 import queue
@@ -174,6 +175,141 @@ def test_trials_put_back_what_a_forward_replaces(name, breaks):
     assert len(set(plain)) == 3
     # More than a dynamic step keeps, so that no engine has to be refused.
     assert losses(REPLACED[name], breaks=breaks, limit=300_000) == plain
+
+
+class Counted:
+    """Number that rises with each call."""
+
+    n = 0
+
+    def __call__(self, *_: object) -> float:
+        self.n += 1
+        return float(self.n)
+
+
+def in_nested_class() -> Any:
+    class Config:
+        class Train:
+            step = 0
+
+        def __call__(self) -> float:
+            self.Train.step += 1
+            return float(self.Train.step)
+
+    return Config()
+
+
+def in_class_of_a_function() -> Any:
+    class Config:
+        class Scaled(torch.autograd.Function):
+            step = 0
+
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                Config.Scaled.step += 1
+                return x * Config.Scaled.step
+
+    return lambda: Config.Scaled.apply(torch.ones(())).item()
+
+
+def in_object_of_a_class() -> Any:
+    class Config:
+        count = Counted()
+
+    return lambda: Config.count()
+
+
+def in_property() -> Any:
+    count = Counted()
+
+    class Config:
+        @property
+        def n(self) -> float:
+            return self.last
+
+        @n.setter
+        def n(self, value: float) -> None:
+            self.last = value * count()
+
+        def __call__(self) -> float:
+            self.n = 1
+            return self.n
+
+    return Config()
+
+
+def in_cached_property() -> Any:
+    count = Counted()
+
+    class Config:
+        n = functools.cached_property(lambda self: count())
+
+    return lambda: Config().n
+
+
+def in_partial_method() -> Any:
+    class Config:
+        n = functools.partialmethod(lambda self, count: count(), Counted())
+
+    return lambda: Config().n()
+
+
+def in_implementation() -> Any:
+    count = Counted()
+
+    @functools.singledispatch
+    def scale_of(value: Any) -> float:
+        raise TypeError
+
+    scale_of.register(dict)(lambda value: count())
+    return lambda: scale_of({})
+
+
+def in_implementation_of_a_method() -> Any:
+    count = Counted()
+
+    class Config:
+        @functools.singledispatchmethod
+        def scale_of(self, value: Any) -> float:
+            raise TypeError
+
+        scale_of.register(dict)(lambda self, value: count())
+
+    return lambda: Config().scale_of({})
+
+
+def in_list_of_a_method() -> Any:
+    made: list[int] = []
+    add, size = made.append, made.__len__
+
+    def grown() -> float:
+        add(1)
+        return float(size())
+
+    return grown
+
+
+def in_view() -> Any:
+    view = types.MappingProxyType({"count": Counted()})
+    return lambda: view["count"]()
+
+
+REACHED = [
+    *(in_nested_class, in_class_of_a_function, in_object_of_a_class, in_property),
+    *(in_cached_property, in_partial_method, in_implementation, in_implementation_of_a_method),
+    *(in_list_of_a_method, in_view),
+]
+
+
+@pytest.mark.parametrize("make", REACHED)
+def test_trials_put_back_what_code_reaches(make):
+    step = make()
+    roots = [("a function", step)]
+    with trial(roots, (), torch.device("cpu")):
+        assert [step(), step()] == [1, 2]
+    assert step() == 1
+    made = make, lambda model: model.state()
+    assert losses(made, breaks=True, limit=300_000) == losses(made, breaks=True, limit=None)
 
 
 @pytest.mark.parametrize("name", FIRST)
