@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import builtins
 import csv
 import functools
 import gc
@@ -39,16 +40,16 @@ from rotor.common.places import (
     Place,
     are_put_back,
     copied,
-    global_names,
     is_library,
     is_put_back,
     is_same,
     is_scalar,
     iterators_within,
+    modules_named,
+    names_in,
     numpy_module,
     same_state,
     state_of,
-    used_names,
 )
 from rotor.common.streams import is_file
 from rotor.common.substitutes import slot_names
@@ -411,15 +412,13 @@ class Watch:
                     self._values(variable, cell, ClosureCell, lambda: [None])
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self._waiting.append((name, default, None))
-            names = [n for n in global_names(value.__code__) if n in value.__globals__]
-            keys: Callable[[], list[str]] = functools.partial(list, names)
-            self._values(value.__module__, value.__globals__, Entry, keys, unique=value)
+            used, own = names_in(value.__code__), value.__globals__
+            names = [n for n in used.outer if n in own or not hasattr(builtins, n)]
+            self._values(value.__module__, own, Entry, names.copy, unique=value)
             self._values(name, value.__dict__, Entry, lambda: list(value.__dict__))
-            for helper in [value.__globals__[n] for n in names]:
-                if isinstance(helper, types.ModuleType) and not is_library(helper.__name__):
-                    used = [n for n in used_names(value.__code__) if n in vars(helper)]
-                    keys = functools.partial(list, used)
-                    self._values(helper.__name__, vars(helper), Entry, keys, unique=value)
+            for helper in modules_named(value):
+                names = [n for n in used.used if n in vars(helper) or n in used.stored]
+                self._values(helper.__name__, vars(helper), Entry, names.copy, unique=value)
 
     def _library_object(self, name: str, value: Any) -> None:
         if is_library(type(value).__module__):

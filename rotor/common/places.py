@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -352,8 +352,15 @@ def _set_state(owner: Any, state: Any) -> None:
         owner.set_state(state)
 
 
-_OUTER = ("_GLOBAL", "_GLOBALS", "_NAME")
-"""Ends of the names of instructions that use an outer name."""
+_USES = (
+    ("_GLOBAL", "_GLOBALS", "LOAD_NAME"),
+    ("IMPORT_NAME", "IMPORT_FROM"),
+    ("STORE_ATTR",),
+)
+"""Ends of the names of instructions with names of the first kinds of `Names`."""
+
+_BY_NAME = {"globals", "vars", "__dict__", "getattr", "setattr", "modules", "import_module"}
+"""Names in code that may ask for a value by its name."""
 
 
 def hook_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
@@ -382,7 +389,7 @@ def _of_function(hook: Any, seen: set[int]) -> Iterator[Place]:
             yield from _of_value(place.get(), seen)
         for value in (*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()):
             yield from _of_value(value, seen)
-        for name in global_names(hook.__code__) & hook.__globals__.keys():
+        for name in names_in(hook.__code__).outer & hook.__globals__.keys():
             yield Entry(name, hook.__globals__, name)
             yield from _of_value(hook.__globals__[name], seen)
     else:
@@ -405,20 +412,49 @@ def _of_value(value: Any, seen: set[int]) -> Iterator[Place]:
             yield Entry("an attribute of a hook", held, key)
 
 
-@functools.lru_cache(maxsize=4096)
-def used_names(code: types.CodeType) -> frozenset[str]:
-    """Return the outer names and names of attributes that a function and those within it use."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return frozenset(code.co_names).union(*(used_names(part) for part in inner))
+class Names(NamedTuple):
+    """Names in the code of a function and of the functions within it.
+
+    Where the code asks for values by their names, its strings are among each of these.
+    """
+
+    outer: frozenset[str]
+    """Names of globals."""
+    imported: frozenset[str]
+    """Names of modules that it imports, or of what it imports from them."""
+    stored: frozenset[str]
+    """Names of attributes that it sets."""
+    used: frozenset[str]
+    """All names but those of its own variables."""
 
 
 @functools.lru_cache(maxsize=4096)
-def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the outer names that a function, and the functions within it, use."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    # Names of attributes are among `co_names` too.
-    own = frozenset(i.argval for i in dis.get_instructions(code) if i.opname.endswith(_OUTER))
-    return own.union(*(global_names(part) for part in inner))
+def names_in(code: types.CodeType) -> Names:
+    """Return the names in the code of a function and of the functions within it."""
+    inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    texts = [const for const in code.co_consts if isinstance(const, str)]
+    found = [] if _BY_NAME.isdisjoint(code.co_names) else [t for t in texts if t.isprintable()]
+    steps = list(dis.get_instructions(code))
+    own = [[step.argval for step in steps if step.opname.endswith(ends)] for ends in _USES]
+    parts = zip([*own, code.co_names], *inner, strict=True)
+    return Names(*(frozenset(found).union(*part) for part in parts))
+
+
+def modules_named(function: types.FunctionType) -> list[types.ModuleType]:
+    """Return the user's modules that a function names, imports, or reaches from these by name."""
+    names, outer = names_in(function.__code__), function.__globals__
+    package = (outer.get("__package__") or "").split(".")
+    above = [".".join(package[:k]) + "." for k in range(1, len(package) + 1)]
+    waiting = [outer.get(name) for name in names.outer]
+    waiting += [sys.modules.get(start + n) for n in names.imported for start in ("", *above)]
+    found: dict[int, types.ModuleType] = {}
+    while waiting:
+        module: Any = waiting.pop()
+        is_new = isinstance(module, types.ModuleType) and id(module) not in found
+        if is_new and not is_library(module.__name__):
+            found[id(module)] = module
+            waiting += [vars(module).get(name) for name in names.used]
+    return list(found.values())
 
 
 @functools.cache
