@@ -33,14 +33,22 @@ def plan_with_guess(
 
     `plan_with` makes a plan beside a reserve, which is at most `guess_bytes`. Raises
     InfeasibleError if no plan fits beside `least_bytes`; its ``minimum_bytes`` is the need of one
-    beside them.
+    beside them, and its text names that beside the guess too.
     """
     reserve = max(guess_bytes, least_bytes)
+    usual_bytes = 0
     for _ in range(_MOST_TRIES):
         try:
             plan = plan_with(reserve)
         except InfeasibleError as error:
+            usual_bytes = usual_bytes or error.minimum_bytes
             if reserve == least_bytes:
+                if usual_bytes > error.minimum_bytes:
+                    text = (
+                        f"{error.args[0]}. Beside a loss that needs {format_bytes(guess_bytes)}, "
+                        f"as is assumed before one was metered, it is {exact_bytes(usual_bytes)}"
+                    )
+                    error.args = (text, *error.args[1:])
                 raise
             # At the loss the whole reserve counts: the peak falls by as much as the reserve.
             over = max(error.minimum_bytes - limit_bytes, 1)

@@ -12,6 +12,7 @@ import rotor
 from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.learning import plan_with_guess
 from rotor.errors import InfeasibleError
+from rotor.units import exact_bytes
 
 WIDTH, OUTPUTS, ROWS = 128, 2048, 256
 
@@ -54,6 +55,16 @@ def test_a_graph_is_planned_beside_the_largest_reserve_that_fits(measured):
     chk(x).sum().backward()
     assert chk.plan.measured_bytes <= limit
     assert "assumed for the loss" not in chk.report()
+
+
+def test_the_need_beside_a_usual_loss_is_named(measured):
+    limit = least(measured, 0) // 2
+    chk = rotor.Checkpointable(wide(), mem_limit=limit, engine="graph", effort="fast")
+    with pytest.raises(InfeasibleError) as raised:
+        chk(torch.ones(ROWS, WIDTH))
+    usual = exact_bytes(least(measured, measured.assumed_loss_bytes))
+    assert raised.value.minimum_bytes == least(measured, 0)
+    assert f"as is assumed before one was metered, it is {usual}" in str(raised.value)
 
 
 @pytest.mark.skipif(not HANDS_OVER, reason="PyTorch 2.11 holds what the loss needs anyway")
