@@ -51,6 +51,11 @@ def is_of_checkpoint(tensor: torch.Tensor) -> bool:
     return type(tensor.grad_fn).__name__ == "_NoopSaveInputsBackward"
 
 
+def is_reentrant(node: Any) -> bool:
+    """Return whether a node is that of ``torch.utils.checkpoint`` with ``use_reentrant=True``."""
+    return type(node).__name__ == "CheckpointFunctionBackward"
+
+
 def is_asked_for(tensor: torch.Tensor) -> bool:
     """Return whether the running backward makes the gradient of a tensor, or passes through it."""
     try:

@@ -37,8 +37,8 @@ _NESTED = (
 )
 
 
-class Compiles(RuntimeError):
-    """Operator that compiles its functions, whose kernels would read what is evicted."""
+class Unfollowed(RuntimeError):
+    """Code that a budget does not follow: compiled functions, reentrant checkpoints."""
 
 
 def current() -> Session | None:
@@ -221,7 +221,7 @@ def _eager() -> Iterator[None]:
     def leave(model: Any = None, **_: Any) -> Any:
         """Return the model uncompiled (`torch.compile`)."""
         if sys._getframe(1).f_globals["__name__"].startswith("torch._higher_order_ops"):
-            raise Compiles(
+            raise Unfollowed(
                 "an operator that compiles its functions (torch.cond, while_loop, scan, map) "
                 "within rotor.dtr.budget: compiled kernels would read what is evicted. Write it "
                 "as Python's if or for, or leave it to the graph engine of rotor.Checkpointable"

@@ -455,6 +455,41 @@ def test_an_engine_that_takes_steps_over_plans_all_kinds_of_them(kind):
     assert model.plan.engine == ("dynamic" if kind == "parts" else "parts")
 
 
+class Checkpointed(nn.ModuleList):
+    """A model without a single graph, whose blocks are in reentrant checkpoints."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x if x.detach().sum().item() > -1e9 else -x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_that_no_graph_holds_are_plain_and_warned():
+    torch.manual_seed(0)
+    plain = Checkpointed([Block() for _ in range(3)])
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="64 KB", verbosity=0)
+
+    def step(call: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        x = batch().requires_grad_()
+        call(x).square().mean().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with pytest.warns(rotor.MemoryLimitWarning, match="with use_reentrant=True runs a backward"):
+        first = step(model)
+    assert torch.equal(first, step(plain))
+    for _ in range(2):
+        assert torch.equal(heard(lambda: step(model))[0], step(plain))
+        assert same(gradients_of(model), gradients_of(plain))
+        assert same(list(model.buffers()), list(plain.buffers()))
+    assert [b.calls for b in model.module.children()] == [b.calls for b in plain.children()]
+    named = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="64 KB", engine="dynamic")
+    with pytest.raises(RuntimeError, match="with use_reentrant=True runs a backward of its own"):
+        step(named)
+
+
 class Raising(nn.Module):
     """Module that counts its forwards, and refuses large batches and its fourth forward."""
 

@@ -15,7 +15,7 @@ from rotor.common.frames import warn_caller
 from rotor.common.model_state import refuse_sharded
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import trial
-from rotor.dtr.context import Compiles
+from rotor.dtr.context import Unfollowed
 from rotor.engines.contract import Call, CannotPlan, Context, Engine, IsPending, Key, StartMeter
 from rotor.engines.dynamic.plan import DynamicPlan, check_options
 from rotor.engines.dynamic.step import BudgetedStep
@@ -157,7 +157,7 @@ class DynamicEngine(Engine):
         meter: Any = start()
         try:
             step, output = self._run(plan, call, meter=meter)
-        except Compiles as error:
+        except Unfollowed as error:
             raise CannotPlan(error) from None
         if meter is not None:
             plan.output_bytes, step.is_metered = step.output_bytes, True

@@ -33,7 +33,7 @@ from rotor.common.places import hook_places, tensors_in
 from rotor.common.rerun import Rerun, Surroundings
 from rotor.common.substitutes import exchanged, replace_references, substituted
 from rotor.common.tensor_trees import output_tensors, tree_tensors
-from rotor.dtr.context import Compiles, current
+from rotor.dtr.context import Unfollowed, current
 from rotor.dtr.stepping import StepSession
 from rotor.engines.dynamic.additions import Additions, Arrivals, Undo
 from rotor.engines.dynamic.fetches import as_operators
@@ -42,6 +42,12 @@ from rotor.meter import allocator
 from rotor.units import exact_bytes
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
+
+_REENTRANT = (
+    "torch.utils.checkpoint with use_reentrant=True runs a backward of its own, which PyTorch "
+    "refuses within that of the dynamic engine: give use_reentrant=False, or leave the checkpoint "
+    "out, as the limit decides what is computed again"
+)
 
 _paused: weakref.WeakSet[BudgetedStep] = weakref.WeakSet()
 
@@ -161,6 +167,9 @@ class BudgetedStep:
             held = self._kept_elsewhere(found)
             self.session.keep(held)
             found += held
+            nodes = _nodes([tensor.grad_fn for tensor in found])
+            if any(map(backwards.is_reentrant, nodes)):
+                raise Unfollowed(_REENTRANT)
             self._phase = "loss"
             self.session.leave_room(*room(self))
             self._least_bytes = self.session.current_bytes
@@ -171,7 +180,7 @@ class BudgetedStep:
             output, found, held = None, [], []
             self._differed(error)
             raise
-        except Compiles:
+        except Unfollowed:
             self.undo()
             self.release()
             raise
@@ -183,7 +192,7 @@ class BudgetedStep:
             id(t): t for t in found if t.requires_grad and not t.is_leaf and id(t) not in given
         }
         self._output_count = sum(id(tensor) in unique for tensor in found[:returned])
-        self._connect(list(unique.values()), inner)
+        self._connect(list(unique.values()), inner, nodes)
         if unique:
             theirs = {id(mine): tensor for tensor, mine in zip(outer, inner, strict=True)}
             asked = [theirs.get(id(mine), mine) for mine in self._asked]
@@ -200,7 +209,7 @@ class BudgetedStep:
         self._watch(value, [given.get(id(t), t) for t in found])
         others = [mine for mine in inner if any(mine is tensor for tensor in found)]
         self._spared |= {id(own), id(inner), id(self._asked)}
-        found, held, unique = [], [], {}
+        found, held, nodes, unique = [], [], [], {}
         output = exchanged(output, given)
         self._hand_over(given, others)
         if self._edges:
@@ -235,10 +244,11 @@ class BudgetedStep:
                     self._references.update(map(id, tensors_in(vars(node))))
         return [tensor for tensor, count in held if count > self._references[id(tensor)]]
 
-    def _connect(self, outputs: list[torch.Tensor], inner: list[torch.Tensor]) -> None:
+    def _connect(
+        self, outputs: list[torch.Tensor], inner: list[torch.Tensor], nodes: list[Any]
+    ) -> None:
         self._edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in outputs]
         self._outputs = outputs
-        nodes = _nodes([tensor.grad_fn for tensor in outputs])
         leaves = {id(n.variable): n.variable for n in nodes if hasattr(n, "variable")}
         mine = [tensor for tensor in inner if id(tensor) in leaves]
         known = {id(tensor) for tensor in mine}
