@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,6 +90,40 @@ def forbid_access(storage: torch.UntypedStorage) -> None:
 def allow_access(storage: torch.UntypedStorage) -> None:
     """Undo `forbid_access`."""
     _write(storage, FLAGS, 0)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return what a dense tensor spans: the storage, if on meta; where it begins, and ends."""
+    storage = tensor.untyped_storage()
+    begin = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((count - 1) * stride for count, stride in sides)
+    return storage._cdata if tensor.is_meta else 0, begin, begin + extent * tensor.itemsize
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Return whether others than names refer to a tensor, which cannot be swapped then."""
+    if weakref.getweakrefs(tensor):
+        return True
+    count = tensor._use_count()  # type: ignore[attr-defined]
+    is_alone = count == 2 and tensor.is_leaf and tensor.requires_grad
+    node = torch.autograd.graph.get_gradient_edge(tensor).node if is_alone else None
+    # That of a node which adds to its gradient counts, if it was there.
+    return bool(tensor._use_count() > 1 + (node is not None))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def no_references(module: torch.nn.Module) -> Iterator[None]:
+    """Have recurrent layers drop their weak references to weights for the context."""
+    recurrent = [m for m in module.modules() if isinstance(m, torch.nn.RNNBase)]
+    for layer in recurrent:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in recurrent:
+            weights = layer._flat_weights
+            layer._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
 
 
 _before_export: list[Callable[[torch.Tensor], None]] = []

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor._pytorch import core, optimizers, pointers
 from rotor.common.frames import warn_caller
 from rotor.errors import MemoryLimitWarning
 from rotor.meter import allocator
+from rotor.tier.checks import check_model, check_optimizer, goes_away
 from rotor.tier.homes import AwayTensor, Home, Tickets
 from rotor.tier.interface import Tier
 from rotor.tier.offload import check_device, known_speed
@@ -38,9 +39,6 @@ _COUNTER_BYTES = 16
 
 LARGE_BYTES = 1 << 18
 """Size of blocks that go back to the system once they are freed."""
-
-UPDATES = ("device", "host")
-"""Accepted values of ``update=``: where an optimizer computes."""
 
 
 class AwayState:
@@ -78,8 +76,8 @@ class AwayState:
     ) -> None:
         parameters = list(dict.fromkeys(module.parameters()))
         optimizer, outer = optimizers.unwrapped(optimizer)
-        _check_optimizer(parameters, optimizer)
-        _check(parameters, update)
+        check_optimizer(parameters, optimizer)
+        check_model(module, update)
         source = _Source(module, weights, tier)
         check_device(tier, source.device)
         self.tier = tier
@@ -105,13 +103,13 @@ class AwayState:
             known_speed(tier, source.device, limit())
         if source.device.type == "cpu":
             pointers.give_large_blocks_back(LARGE_BYTES)
-        for parameter in parameters:
-            if parameter.nbytes >= LEAST_BYTES and type(parameter) is nn.Parameter:
-                self._move(parameter, source)
-            elif parameter.is_meta:
-                made = nn.Parameter(source.values_of(parameter), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, made)
-        source.fill_buffers()
+        made = [(p, self._made(p, source)) for p in parameters if goes_away(p) or p.is_meta]
+        buffers = source.buffers()
+        with pointers.no_references(module):
+            for parameter, other in made:
+                self._replace(parameter, other)
+        for (values, name), buffer in buffers:
+            values[name] = buffer
         self._keep_all(optimizer)
         self._lead(optimizer, outer)
         if self._finished is not None:
@@ -131,7 +129,7 @@ class AwayState:
         Raises the errors of the class if it does not suit. Nothing has changed.
         """
         optimizer, outer = optimizers.unwrapped(optimizer)
-        _check_optimizer(list(self.module.parameters()), optimizer)
+        check_optimizer(list(self.module.parameters()), optimizer)
         if self._finished is None:
             self._keep_all(optimizer)
         else:
@@ -174,29 +172,39 @@ class AwayState:
         for state in optimizer.state.values():
             self.updates.keep(state, {})
 
-    def _move(self, parameter: nn.Parameter, source: _Source) -> None:
-        """Give a parameter a home; it loses its bytes."""
+    def _made(self, parameter: nn.Parameter, source: _Source) -> torch.Tensor:
+        """Return what a parameter becomes: a tensor at home, or one with values."""
+        if not goes_away(parameter):
+            return nn.Parameter(source.values_of(parameter), parameter.requires_grad)
         home = Home(self.tier, parameter.detach(), source.device, lasts=True)
         home.write(source.values_of(parameter))
-        gradient, parameter.grad = parameter.grad, None
-        away = AwayTensor.of(home)
+        away: torch.Tensor = AwayTensor.of(home)
         away._is_param = True
+        if parameter.grad is not None:
+            self._add(away, parameter.grad)
+            self.settle()
+        return away
+
+    def _replace(self, parameter: nn.Parameter, other: torch.Tensor) -> None:
+        """Have a parameter be what it becomes; one with a home loses its bytes."""
+        is_trained = parameter.requires_grad
+        torch.utils.swap_tensors(parameter, other)
+        if not isinstance(parameter, AwayTensor):
+            return
+        home = parameter.home
         storage = pointers.empty_shell(home.device, home.nbytes)
         values = torch.empty(0, dtype=home.dtype, device=home.device)
         shell = nn.Parameter(values.set_(storage, 0, home.shape, home.stride), False)
-        is_trained = parameter.requires_grad
-        torch.utils.swap_tensors(parameter, away)
         self._shells[id(parameter)] = shell
         self._homes[core.storage_identity(shell)] = home
-        self._owners[id(shell)] = owner = weakref.ref(parameter)
-        parameter.add_gradient = partial(_taken, weakref.ref(self), owner)  # type: ignore[attr-defined]
+        owner: weakref.ref[Any] = weakref.ref(parameter)
+        self._owners[id(shell)] = owner
+        parameter.add_gradient = partial(_taken, weakref.ref(self), owner)
         if parameter.is_floating_point() or parameter.is_complex():
             # The garbage collector sees no cycle through such a hook; frozen parameters keep it.
             hook = partial(_came, weakref.ref(self))
             parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(is_trained)
-        if gradient is not None:
-            self._add(parameter, gradient)
 
     # -- steps
 
@@ -336,8 +344,7 @@ class AwayState:
 
     def _check_known(self, name: str, parameter: torch.Tensor) -> None:
         """Raise RuntimeError if a parameter would have got a home if it had been there."""
-        is_large = parameter.nbytes >= LEAST_BYTES and type(parameter) is nn.Parameter
-        if is_large or isinstance(parameter, AwayTensor):
+        if goes_away(parameter) or isinstance(parameter, AwayTensor):
             raise RuntimeError(
                 f"parameter {name} was replaced after its model was wrapped with offload_state=: "
                 "wrap the model again, with an optimizer of its parameters"
@@ -511,12 +518,11 @@ class _Source:
         made: torch.Tensor = values.detach().to(device=self.device, dtype=tensor.dtype)
         return made
 
-    def fill_buffers(self) -> None:
-        """Give buffers on the meta device their values."""
-        for module in self._module.modules():
-            for values, name in core.buffer_slots(module):
-                if values[name].is_meta:
-                    values[name] = self.values_of(values[name])
+    def buffers(self) -> list[tuple[core.Slot, torch.Tensor]]:
+        """Return the slots of buffers on the meta device, and their values."""
+        slots = [slot for module in self._module.modules() for slot in core.buffer_slots(module)]
+        found = [(slot, core.value_in(slot)) for slot in slots]
+        return [(slot, self.values_of(buffer)) for slot, buffer in found if buffer.is_meta]
 
 
 def _stepping(state: AwayState) -> Any:
@@ -531,43 +537,3 @@ def _stepping(state: AwayState) -> Any:
         return loss
 
     return step
-
-
-def _check_optimizer(parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"offload_state must be an optimizer of torch.optim, got {type(optimizer).__name__}"
-        )
-    if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "LBFGS computes with all parameters at once, and offload_state= updates one after the "
-            "other: use another optimizer, or leave offload_state out"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("offload_state= has no differentiable updates: leave differentiable out")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [p for p in parameters if p.requires_grad and id(p) not in held]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(parameters)} parameters of the model, "
-            f"{exact_bytes(sum(p.nbytes for p in missing))}, are trained and in no group of the "
-            "optimizer: give offload_state= the optimizer of all of them, or freeze them"
-        )
-
-
-def _check(parameters: Sequence[nn.Parameter], update: str | None) -> None:
-    if update is not None and update not in UPDATES:
-        raise ValueError(f"unknown update {update!r}, expected one of {', '.join(UPDATES)}")
-    if any(hasattr(p, "device_mesh") for p in parameters):
-        raise ValueError(
-            "the parameters are distributed tensors, of which each process holds a part: "
-            "offload_state= is for a model of one process; FSDP2's CPUOffloadPolicy moves parts"
-        )
-    if any(isinstance(p, AwayTensor) for p in parameters):
-        raise ValueError("the parameters of the model are in a second tier already")
-    places = {p.device for p in parameters}
-    if len(places) > 1:
-        raise ValueError(
-            f"the parameters are on several devices, {', '.join(sorted(map(str, places)))}: "
-            "offload_state= is for a model on one"
-        )

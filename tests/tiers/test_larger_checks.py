@@ -1,0 +1,148 @@
+"""Models that cannot have homes in a second tier are refused before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from tiers.test_larger import assert_same, train
+from torch import nn, optim
+
+import rotor
+
+LIMIT = 1 << 20
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+def wrapped(model: nn.Module, optimizer: optim.Optimizer, **settings):
+    given = {"mem_limit": LIMIT, "offload": "disk", "offload_state": optimizer, **settings}
+    return rotor.Checkpointable(model, **given)
+
+
+def assert_refused(model: nn.Module, text: str, **settings) -> None:
+    """Assert that a model is refused in words, and stays as it was."""
+    before = [(type(p), p.detach().clone()) for p in model.parameters()]
+    with pytest.raises(ValueError, match=text):
+        wrapped(model, optim.SGD(model.parameters(), lr=0.1), **settings)
+    for parameter, (kind, values) in zip(model.parameters(), before, strict=True):
+        assert type(parameter) is kind
+        assert parameter.is_meta or torch.equal(parameter, values)
+
+
+def tied(model: nn.Sequential) -> None:
+    model[2].weight.data = model[0].weight.data
+
+
+def viewed(model: nn.Sequential) -> None:
+    model[0].register_buffer("lower", model[0].weight.data[32:])
+
+
+def noted(model: nn.Sequential) -> None:
+    model.columns = model[0].weight.data.t()
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (tied, "0.weight and 2.weight share memory"),
+        (viewed, "share memory"),
+        (noted, "columns share memory"),
+        (lambda m: tied(m.to("meta")), "0.weight and 2.weight share memory"),
+    ],
+)
+def test_parameters_that_share_memory_are_refused(share, text):
+    model = layers()
+    share(model)
+    assert_refused(model, text)
+
+
+def test_parts_of_one_memory_have_homes_each():
+    """Parameters beside each other in one storage, as the flat weights of cuDNN."""
+    plain, model = layers(), layers()
+    flat = torch.empty(2, 64, 64)
+    for part, layer in zip(flat, (model[0], model[2]), strict=True):
+        layer.weight.data = part.copy_(layer.weight.detach())
+    compare(plain, model, [(torch.randn(4, 64),)] * 2)
+
+
+def compare(plain: nn.Module, model: nn.Module, data, **settings) -> None:
+    """Assert that a wrapped model trains as the plain one."""
+
+    def loss(call):
+        return lambda x: call(x).square().mean()
+
+    one, other = (optim.Adam(m.parameters()) for m in (plain, model))
+    chk = wrapped(model, other, **settings)
+    assert train(loss(chk), model, other, data) == train(loss(plain), plain, one, data)
+    assert_same(plain, model, one, other)
+
+
+HOLDS = {
+    "loss": lambda m: m(torch.ones(1, 64)).sum(),
+    "view": lambda m: m[0].weight[0],
+    "frozen": lambda m: m[0].weight.requires_grad_(False)[0],
+    "weak": lambda m: weakref.ref(m[0].weight),
+    "step": lambda m: rotor.Checkpointable(m, mem_limit=LIMIT)(torch.ones(1, 64)).sum(),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(HOLDS))
+def test_a_parameter_that_is_held_is_refused_by_name_and_wrapped_later(kind, tmp_path):
+    plain, model = layers(), layers()
+    if kind == "frozen":
+        plain[0].weight.requires_grad_(False)
+    held = HOLDS[kind](model)
+    place = {"offload": f"disk:{tmp_path}"}
+    assert_refused(model, r"parameter \d.weight cannot lose its bytes", **place)
+    del held
+    compare(plain, model, [(torch.randn(4, 64),)] * 2, **place)
+
+
+def test_old_weight_norm_is_refused():
+    model = layers()
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        nn.utils.weight_norm(model[0])
+    assert_refused(model, "parameter 0.weight_v cannot lose its bytes")
+
+
+def test_an_error_of_the_weights_leaves_the_model_as_it_was():
+    with torch.device("meta"):
+        model = layers()
+    model.register_parameter("real", nn.Parameter(torch.ones(2048, device="meta")))
+
+    def weights(name):
+        return torch.zeros(3) if name == "2.bias" else torch.ones(model.state_dict()[name].shape)
+
+    assert_refused(model, "expected a tensor of shape", weights=weights)
+    assert all(p.is_meta for p in model.parameters())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layer = kind(64, 64, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.first(x))[0]
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_train(kind):
+    torch.manual_seed(0)
+    plain = Recurrent(kind)
+    model = copy.deepcopy(plain)
+    compare(plain, model, [(torch.randn(4, 8, 64),) for _ in range(3)], mem_limit=3 << 20)
+    assert all(
+        weight is model.layer._parameters[name]
+        for weight, name in zip(
+            model.layer._flat_weights, model.layer._flat_weights_names, strict=True
+        )
+    )
