@@ -194,6 +194,8 @@ OPERATIONS_ONLY = torch._C._disabled_torch_function_impl
 def tensor_without_bytes(cls: type[torch.Tensor], like: Any, device: torch.device) -> Any:
     """Return a tensor of a type that overrides operations, with the form of `like`."""
     form = tuple(like.shape), tuple(like.stride() if callable(like.stride) else like.stride)
-    return torch.Tensor._make_wrapper_subclass(
+    made = torch.Tensor._make_wrapper_subclass(
         cls, form[0], strides=form[1], dtype=like.dtype, device=device
     )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made

@@ -1,4 +1,4 @@
-"""What has to hold of a model and its optimizer before homes in a second tier change them."""
+"""Checks of a model and its optimizer before homes in a second tier change them."""
 
 from __future__ import annotations
 

@@ -238,12 +238,22 @@ class AwayTensor(torch.Tensor):
             with torch.no_grad():
                 self.copy_(values)
 
-    def numpy(self, *_: Any, **__: Any) -> Any:
-        """Raise RuntimeError: there is no memory that an array could share."""
+    def _shared(self, *_: Any, **__: Any) -> Any:
+        """Raise RuntimeError: there is no memory that an array or a process could share."""
         raise RuntimeError(
-            "a tensor whose bytes are in a second tier has no memory that an array could share: "
-            "use tensor.detach().clone().numpy()"
+            "a tensor whose bytes are in a second tier has no memory that others could share: "
+            "take that of a copy, tensor.detach().clone()"
         )
+
+    numpy = __dlpack__ = storage = untyped_storage = share_memory_ = _shared
+
+    def is_shared(self) -> bool:
+        """Return False."""
+        return False
+
+    def data_ptr(self) -> int:
+        """Return 0."""
+        return 0
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""
@@ -252,6 +262,10 @@ class AwayTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.no_grad():
             return repr(_as_plain(self))
+
+    def __format__(self, form: str) -> str:
+        with torch.no_grad():
+            return format(_as_plain(self), form)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:

@@ -103,11 +103,11 @@ class AwayState:
             known_speed(tier, source.device, limit())
         if source.device.type == "cpu":
             pointers.give_large_blocks_back(LARGE_BYTES)
-        made = [(p, self._made(p, source)) for p in parameters if goes_away(p) or p.is_meta]
+        made = [(p, self._successor(p, source)) for p in parameters if goes_away(p) or p.is_meta]
         buffers = source.buffers()
         with pointers.no_references(module):
             for parameter, other in made:
-                self._replace(parameter, other)
+                self._hand_over(parameter, other)
         for (values, name), buffer in buffers:
             values[name] = buffer
         self._keep_all(optimizer)
@@ -172,7 +172,7 @@ class AwayState:
         for state in optimizer.state.values():
             self.updates.keep(state, {})
 
-    def _made(self, parameter: nn.Parameter, source: _Source) -> torch.Tensor:
+    def _successor(self, parameter: nn.Parameter, source: _Source) -> torch.Tensor:
         """Return what a parameter becomes: a tensor at home, or one with values."""
         if not goes_away(parameter):
             return nn.Parameter(source.values_of(parameter), parameter.requires_grad)
@@ -185,7 +185,7 @@ class AwayState:
             self.settle()
         return away
 
-    def _replace(self, parameter: nn.Parameter, other: torch.Tensor) -> None:
+    def _hand_over(self, parameter: nn.Parameter, other: torch.Tensor) -> None:
         """Have a parameter be what it becomes; one with a home loses its bytes."""
         is_trained = parameter.requires_grad
         torch.utils.swap_tensors(parameter, other)
@@ -477,16 +477,26 @@ class _Source:
         self._check(tensors)
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
-        lacking = []
+        lacking, filled = [], []
         for tensor in tensors:
-            weight = self._weight_of(tensor) if tensor.is_meta else None
-            if tensor.is_meta and weight is None:
-                lacking.append(self._names[id(tensor)][0])
-            elif weight is not None and weight.shape not in (None, tuple(tensor.shape)):
+            weight, name = self._weight_of(tensor), self._names[id(tensor)][0]
+            if not tensor.is_meta:
+                if weight is not None and weight.shape and isinstance(tensor, nn.Parameter):
+                    filled.append(name)
+            elif weight is None:
+                lacking.append(name)
+            elif weight.shape not in (None, tuple(tensor.shape)):
                 raise ValueError(
-                    f"{self._names[id(tensor)][0]} is of shape {weight.shape} in the weights, and "
+                    f"{name} is of shape {weight.shape} in the weights, and "
                     f"{tuple(tensor.shape)} in the model"
                 )
+        if filled or (self._find is not None and not any(t.is_meta for t in tensors)):
+            found = f"{', '.join(filled[:3])} has" if filled else "all of the model have"
+            raise ValueError(
+                f"weights= has the values of what is on the meta device, and {found} values "
+                "already: take these over by load_state_dict(), and leave them out of weights=, or "
+                'make the model within torch.device("meta")'
+            )
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ValueError(
@@ -508,12 +518,14 @@ class _Source:
         weight = self._weight_of(tensor)
         assert weight is not None
         values: Any = weight.read()
-        if not isinstance(values, torch.Tensor) or values.shape != tensor.shape:
-            is_tensor = isinstance(values, torch.Tensor)
-            kind = f"tensor of shape {tuple(values.shape)}" if is_tensor else type(values).__name__
+        is_tensor = isinstance(values, torch.Tensor)
+        if not is_tensor or values.shape != tensor.shape or values.is_meta:
+            kind = type(values).__name__
+            if is_tensor:
+                kind = f"tensor of shape {tuple(values.shape)} on {values.device}"
             raise ValueError(
-                f"weights gave a {kind} for {self._names[id(tensor)][0]}, expected a tensor of "
-                f"shape {tuple(tensor.shape)}"
+                f"weights gave a {kind} for {self._names[id(tensor)][0]}, expected a tensor with "
+                f"values, of shape {tuple(tensor.shape)}"
             )
         made: torch.Tensor = values.detach().to(device=self.device, dtype=tensor.dtype)
         return made

@@ -300,7 +300,7 @@ def test_what_belongs_to_the_model_is_never_seen_empty():
     average = optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
     assert torch.equal(average.module.head.weight, values)
-    with pytest.raises(RuntimeError, match="no memory that an array"):
+    with pytest.raises(RuntimeError, match="no memory that others"):
         weight.detach().numpy()
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)

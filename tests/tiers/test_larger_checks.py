@@ -119,7 +119,7 @@ def test_an_error_of_the_weights_leaves_the_model_as_it_was():
     def weights(name):
         return torch.zeros(3) if name == "2.bias" else torch.ones(model.state_dict()[name].shape)
 
-    assert_refused(model, "expected a tensor of shape", weights=weights)
+    assert_refused(model, "expected a tensor with values, of shape", weights=weights)
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -146,3 +146,61 @@ def test_recurrent_layers_train(kind):
             model.layer._flat_weights, model.layer._flat_weights_names, strict=True
         )
     )
+
+
+SHARES = {
+    "array": lambda t: t.numpy(),
+    "dlpack": torch.from_dlpack,
+    "capsule": torch.utils.dlpack.to_dlpack,
+    "storage": lambda t: t.untyped_storage(),
+    "typed": lambda t: t.storage(),
+    "processes": lambda t: t.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(SHARES))
+def test_memory_that_a_parameter_does_not_have_is_never_shared(kind):
+    model = layers()
+    wrapped(model, optim.SGD(model.parameters(), lr=0.1))
+    text = "Cannot access data pointer" if kind == "capsule" else "has no memory that others could"
+    with pytest.raises(RuntimeError, match=text):
+        SHARES[kind](model[0].weight.detach())
+    assert not model[0].weight.is_shared()
+
+
+def test_elements_are_written_in_formats():
+    plain, model = layers(), layers()
+    optimizer = optim.Adam(model.parameters())
+    chk = wrapped(model, optimizer)
+    x = torch.randn(4, 64)
+    for call in (plain, chk):
+        call(x).sum().backward()
+    for one, other in (
+        (plain[0].weight, model[0].weight),
+        (plain[0].weight.grad, model[0].weight.grad),
+    ):
+        assert (
+            f"{other[0, 1]:.3f} {other.detach()[2, 3]:8.1e}"
+            == f"{one[0, 1].item():.3f} {one[2, 3].item():8.1e}"
+        )
+        assert f"{other}" == str(one)
+    optimizer.step()
+    assert f"{optimizer.state[model[0].weight]['exp_avg'][0, 0]:.3f}"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        format(model[0].weight, ".3f")
+
+
+def test_weights_that_nothing_would_take_are_refused():
+    model = layers()
+    assert_refused(
+        model, "0.weight, 0.bias, 2.weight has values already", weights=model.state_dict()
+    )
+    assert_refused(model, "all of the model have values", weights={"nothing": torch.zeros(1)})
+    assert_refused(model, "all of the model have values", weights=torch.zeros)
+    model.register_buffer("scale", torch.ones(1, device="meta"))
+    weights = {"scale": torch.ones(1), "0.weight": torch.ones(64, 64)}
+    assert_refused(model, "0.weight has values already", weights=weights)
+    weights = {"scale": torch.ones(1, device="meta")}
+    assert_refused(model, "on meta for scale, expected a tensor with values", weights=weights)
+    model = layers().to("meta")
+    assert_refused(model, "on meta for 0.weight", weights=model.state_dict())
