@@ -418,3 +418,30 @@ def test_a_step_that_cannot_be_measured_keeps_the_limit(is_sequential):
             chk(x).square().mean().backward()
         assert meter.peak_bytes <= limit
         assert all(map(torch.equal, [p.grad for p in net.parameters()], expected))
+
+
+class Stopped(Dropped):
+    """A block that counts its forwards, and may be interrupted in them."""
+
+    stops, calls = False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found = super().forward(x)
+        if self.stops:
+            raise KeyboardInterrupt
+        return found
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph"])
+def test_a_forward_that_interrupts_itself_when_tried_leaves_no_trace(engine):
+    net = {"chain": blocks, "graph": Loop}[engine](Stopped, 4)
+    stages = [module for module in net.modules() if isinstance(module, Stopped)]
+    stages[2].stops = True
+    buffers, random = copy.deepcopy(list(net.buffers())), torch.get_rng_state()
+    model = rotor.Checkpointable(net, mem_limit=LIMIT, engine=engine)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(64, 64))
+    assert [stage.calls for stage in stages] == [0] * 4
+    assert all(map(torch.equal, net.buffers(), buffers))
+    assert torch.equal(torch.get_rng_state(), random)

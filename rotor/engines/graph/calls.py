@@ -195,10 +195,11 @@ def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
                 del output
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
-    if len(ends) < 2 or ends[0] != ends[1]:
-        for run in reversed(runs):
-            run.end()
-        return False
-    first, again = runs
-    first.end(again)
-    return True
+    finally:
+        is_prepared = len(ends) == 2 and ends[0] == ends[1]
+        if is_prepared:
+            runs[0].end(runs[1])
+        else:
+            for run in reversed(runs):
+                run.end()
+    return is_prepared
