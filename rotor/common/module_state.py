@@ -422,10 +422,12 @@ class Watch:
 
     def _library_object(self, name: str, value: Any) -> None:
         if is_library(type(value).__module__):
-            # A writer of CSV, or a temporary file, holds a stream.
+            # A writer of CSV holds a stream, `np.vectorize` a function, and `Config[int]` a class.
             held = [*gc.get_referents(value), *getattr(value, "__dict__", {}).values()]
-            streams = [getattr(one, "__self__", one) for one in held]
-            self._waiting += [(name, one, None) for one in streams if isinstance(one, io.IOBase)]
+            for one in [getattr(one, "__self__", one) for one in held]:
+                is_code = isinstance(one, type | types.FunctionType)
+                if isinstance(one, io.IOBase) or (is_code and not is_library(one.__module__)):
+                    self._waiting.append((name, one, None))
 
     def _attributes(self, name: str, value: Any, *, is_foreign: bool) -> None:
         slots, kind = getattr(value, "__dict__", None), type(value)

@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
 
 WIDTH = 32
 Step = Callable[[Any], float]
+Number = TypeVar("Number")
 
 
 class Stateful(nn.Module):
@@ -312,6 +313,18 @@ def in_view() -> Any:
     return lambda: view["count"]()
 
 
+def in_generic_class() -> Any:
+    class Config(Generic[Number]):
+        n = 0
+
+        def __call__(self) -> float:
+            Config.n += 1
+            return float(Config.n)
+
+    made = Config[int]
+    return lambda: made()()
+
+
 SETTINGS = types.ModuleType("trial_settings")
 SETTINGS.inner = types.ModuleType("trial_settings.inner")
 
@@ -394,7 +407,7 @@ exec(
 REACHED = [
     *(in_nested_class, in_class_of_a_function, in_object_of_a_class, in_property),
     *(in_cached_property, in_partial_method, in_implementation, in_implementation_of_a_method),
-    *(in_list_of_a_method, in_view),
+    *(in_list_of_a_method, in_view, in_generic_class),
 ]
 NAMED = [
     *(imported, imported_from_package, imported_within_package, attribute_of_module),
