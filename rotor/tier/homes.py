@@ -245,7 +245,7 @@ class AwayTensor(torch.Tensor):
             "take that of a copy, tensor.detach().clone()"
         )
 
-    numpy = __dlpack__ = storage = untyped_storage = share_memory_ = _shared
+    numpy = __dlpack__ = storage = share_memory_ = _shared
 
     def is_shared(self) -> bool:
         """Return False."""
