@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rotor._pytorch import core
+from rotor._pytorch.dispatch import DispatchMode
 from rotor._pytorch.fsdp import local
 
 ASSUMED = ("Adam", 2)
@@ -99,7 +100,8 @@ def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tu
 def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     """Return the number of states of a parameter's size, made or still to be made, rounded up."""
     known = optimizer.state.get(parameter, {}).values()
-    made = [state.nbytes for state in known if isinstance(state, torch.Tensor)]
+    tensors = [state for state in known if isinstance(state, torch.Tensor)]
+    made = [state.nbytes for state in tensors if state.layout == torch.strided]
     if made:
         return -(-sum(made) // parameter.nbytes)
     groups = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
@@ -107,6 +109,45 @@ def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     shape, dtype = parameter.shape, parameter.dtype
     found = [_tried_bytes(optimizer, group, shape, dtype, place) for group in groups]
     return -(-max(found, default=0) // parameter.nbytes)
+
+
+def held_in_step(optimizer: Optimizer, parameter: torch.Tensor) -> int:
+    """Return how many tensors of a parameter's size a step of it alone holds, rounded up.
+
+    Itself, its gradient, and its states are among them.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    shape, dtype = parameter.shape, parameter.dtype
+    sample = shape if shape.numel() <= _SAMPLE else torch.Size([_SAMPLE])
+    for place, tried in (("meta", shape), ("cpu", sample)):
+        held = _Held()
+        if _states(optimizer, group, tried, dtype, torch.device(place), held) is not None:
+            return -(-held.most_bytes // (tried.numel() * dtype.itemsize))
+    return 2 + states_of(optimizer, parameter) + ASSUMED[1]
+
+
+class _Held(DispatchMode):
+    """Context that counts the bytes of noted tensors, and of what operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[Any, int]] = {}
+        self.most_bytes = 0
+
+    def note(self, value: Any) -> Any:
+        """Return a value, whose tensors count as long as they live; scalars do not."""
+        for tensor in core.tree_flatten(value)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
+                known = core.storage_reference(tensor), tensor.untyped_storage().nbytes()
+                self._known[core.storage_identity(tensor)] = known
+        self._known = {key: one for key, one in self._known.items() if not one[0].expired()}
+        self.most_bytes = max(self.most_bytes, sum(nbytes for _, nbytes in self._known.values()))
+        return value
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.note(operator(*args, **(kwargs or {})))
 
 
 def of(parameters: Iterable[torch.Tensor]) -> Optimizer:
@@ -241,9 +282,16 @@ def _bits(optimizer: Optimizer) -> int | None:
 
 
 def _states(
-    optimizer: Optimizer, group: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    optimizer: Optimizer,
+    group: Any,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    held: _Held | None = None,
 ) -> set[torch.Tensor] | None:
     """Return the states on a device that a twin of an optimizer makes for a parameter alone.
+
+    What a second step has in memory is noted in `held`.
 
     The twin shares attributes with the optimizer: one that holds tensors or other optimizers in
     them could step these, and is not tried; ``None`` then.
@@ -261,6 +309,10 @@ def _states(
     try:
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(twin)
+            if held is not None:
+                held.note([parameter, parameter.grad, *_tensors(twin)])
+                with held:
+                    inspect.unwrap(type(optimizer).step)(twin)
     except Exception:  # An optimizer of others may ask for anything.
         return None
     return {s for s in _tensors(twin) if s.device == device}

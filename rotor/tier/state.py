@@ -448,7 +448,9 @@ def _taken(
 def _came(known: weakref.ref[AwayState], parameter: torch.Tensor) -> None:
     """Move the gradient that autograd has accumulated to the tier."""
     state, gradient = known(), parameter.grad
-    if state is not None and gradient is not None and not isinstance(gradient, AwayTensor):
+    if state is None or gradient is None or isinstance(gradient, AwayTensor):
+        return
+    if gradient.layout == torch.strided:
         parameter.grad = None
         if state.is_expected(parameter):
             state._add(parameter, gradient)

@@ -18,8 +18,8 @@ from rotor._pytorch import optimizers
 from rotor.tier.homes import AwayTensor, Home
 from rotor.tier.interface import Tier
 
-_TEMPORARIES = 2
-"""Tensors of a parameter's size that optimizers make for a moment."""
+_SCALARS_BYTES = 1 << 12
+"""Bytes, at most, of the scalars of a parameter's states while it is updated."""
 
 LEAST_BYTES = 1 << 12
 """Size of the smallest tensor that gets a home."""
@@ -75,11 +75,11 @@ class Updates:
                         del optimizer.state[parameter]
 
     def least_bytes(self, optimizer: Optimizer, parameter: AwayTensor) -> int:
-        """Return bytes within which a parameter can be updated, about."""
+        """Return bytes within which a parameter can be updated."""
         by_element = type(optimizer) in _BY_ELEMENT and not self._is_on_host
         size = min(parameter.home.nbytes, PIECE_BYTES) if by_element else parameter.home.nbytes
-        count = 2 + optimizers.states_of(optimizer, parameter) + _TEMPORARIES
-        return count * (size + self._tier.alignment_bytes)
+        count = optimizers.held_in_step(optimizer, parameter)
+        return count * (size + self._tier.alignment_bytes) + _SCALARS_BYTES
 
     def keep(self, state: Any, before: Any) -> Any:
         """Move a state's large tensors to the tier, to the homes of `before`; return the state."""
@@ -99,11 +99,12 @@ class Updates:
         return memory is not None and memory.data_ptr() == value.data_ptr()
 
     def _goes_away(self, value: torch.Tensor) -> bool:
-        is_here = not isinstance(value, AwayTensor) and value.nbytes >= LEAST_BYTES
+        if isinstance(value, AwayTensor) or value.layout != torch.strided:
+            return False
         # Of the host's memory, a tier with a limit counts what the host makes, too.
         is_counted = self._is_on_host and self._tier.beneath is not None
         is_known = is_counted or self._tier.reaches(value.device)
-        return is_here and value.layout == torch.strided and is_known
+        return value.nbytes >= LEAST_BYTES and is_known
 
     def _update(self, optimizer: Optimizer, group: Any, parameter: AwayTensor) -> None:
         home, gradient = parameter.home, parameter.grad
@@ -163,14 +164,15 @@ class Updates:
             }
             after = self._stepped(optimizer, group, made, state)
             parameter.home.write_part(number, made.detach())
+            shape = made.shape
+            del made, state
             for name, value in list(after.items()):
-                if isinstance(value, torch.Tensor) and value.shape == made.shape:
+                if isinstance(value, torch.Tensor) and value.shape == shape:
                     if name not in homes:
                         form = _like(parameter, value)
                         homes[name] = Home(self._tier, form, value.device, lasts=True)
                     homes[name].write_part(number, value)
-                    after[name] = None
-            del made, state
+                    after[name] = value = None
         optimizer.state[parameter] = {
             name: AwayTensor.of(homes[name]) if name in homes else value
             for name, value in after.items()
@@ -185,6 +187,7 @@ class Updates:
         try:
             _step(optimizer)
         finally:
+            group["params"] = []
             after = optimizer.state.pop(made, {})
         if settings is not None and _settings(group) != settings:
             group.update(settings)
