@@ -433,7 +433,8 @@ def names_in(code: types.CodeType) -> Names:
     """Return the names in the code of a function and of the functions within it."""
     inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     texts = [const for const in code.co_consts if isinstance(const, str)]
-    found = [] if _BY_NAME.isdisjoint(code.co_names) else [t for t in texts if t.isprintable()]
+    names = [text for text in texts if text.replace(".", "").isidentifier()]
+    found = [] if _BY_NAME.isdisjoint(code.co_names) else names
     steps = list(dis.get_instructions(code))
     own = [[step.argval for step in steps if step.opname.endswith(ends)] for ends in _USES]
     parts = zip([*own, code.co_names], *inner, strict=True)
