@@ -302,7 +302,9 @@ class Seen(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+)
 def test_a_model_is_traced_as_plain_pytorch_runs_it():
     model = rotor.Checkpointable(smooth(), mem_limit="16 KB", verbosity=0)
     x = batch()

@@ -186,7 +186,7 @@ class _Segment:
             with core.without_hooks(core.hooks_of([*sources, *asked.values()])):
                 roots = list[tuple[torch.Tensor, torch.Tensor]]()
                 for levels, way in zip(inner[1], ways, strict=True):
-                    roots += _pairs(_derived(outputs, sources, levels), way[-1])
+                    roots += _pairs(_derived(outputs, sources, levels, way[-1]), way[-1])
                 self._note(0 if any(len(way) > 1 for way in ways) else self._more_bytes)
                 found = _grad(
                     roots, list(asked.values()), create_graph=is_first or is_differentiable
@@ -198,13 +198,21 @@ class _Segment:
 
 
 def _derived(
-    made: Gradients, sources: Sequence[torch.Tensor | None], levels: Sequence[Gradients]
+    made: Gradients,
+    sources: Sequence[torch.Tensor | None],
+    levels: Sequence[Gradients],
+    latest: Gradients,
 ) -> Gradients:
-    """Return gradients of gradients, one level after the other, from the outputs on."""
-    for given in levels:
-        asked = [t for t in sources if t is not None and t.requires_grad]
-        found = iter(_grad(_pairs(made, given), asked, create_graph=True))
-        made = [None if t is None or not t.requires_grad else next(found) for t in sources]
+    """Return gradients of gradients, one level after the other, from the outputs on.
+
+    They are made where the next level, and `latest` after all, has gradients of them: PyTorch has
+    no formula for some others, such as those of batch norms in third order.
+    """
+    for given, following in zip(levels, [*levels, latest][1:], strict=True):
+        asked = [None if g is None else t for t, g in zip(sources, following, strict=True)]
+        own = [t for t in asked if t is not None and t.requires_grad]
+        found = iter(_grad(_pairs(made, given), own, create_graph=True))
+        made = [None if t is None or not t.requires_grad else next(found) for t in asked]
         sources = [*sources, *given]
     return made
 
@@ -296,7 +304,9 @@ class _Gradients(Function):
         elif torch.is_grad_enabled():
             found = _apply_gradients(segment, sizes, token, *others, *given, *latest)
         elif len(way) > 2:
-            found = segment.gradients(inputs, [way], (*others, *given))
+            own = (*others, *given)
+            asked = [None if t is None or not backwards.is_asked_for(t) else t for t in own]
+            found = segment.gradients(inputs, [way], asked)
         else:
             if backwards.is_asked_for(token):
                 segment.waiting.setdefault(dispatch.graph_task(), []).append(way)
