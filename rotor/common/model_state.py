@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cached_property
-from operator import methodcaller
+from itertools import repeat
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -139,13 +140,14 @@ class ModelState:
         return list(self._read_parameters())
 
     def is_current(self) -> bool:
-        """Return whether modules, what runs in their calls, and their sharding are unchanged."""
+        """Return whether modules, their calls and sharding are unchanged, and parameters there."""
         return (
             list(map(type, self._modules)) == self._types
             and self._is_same_code()
             and not any(self._childless)
             and self._child_modules() == self._children
             and fsdp.managed(self._modules) == self._managed
+            and not any(map(is_, self._read_parameters(), repeat(None)))
         )
 
     def is_initialized(self) -> bool:

@@ -14,6 +14,7 @@ from tiers.test_larger_dynamic import Asking, batches
 from tiers.test_larger_parts import Breaking
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import rotor
 from rotor.memory import meter
@@ -269,3 +270,27 @@ def test_weights_without_a_tensor_are_named():
             offload_state=optimizer,
             weights=lambda name: None,
         )
+
+
+@pytest.mark.parametrize("engine", ["graph", "dynamic"])
+def test_parameters_get_other_names(engine):
+    """Pruning begins, and ends, between steps."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model, losses = copy.deepcopy(plain), []
+    one, other = (OPTIMIZERS["adam"](m.parameters()) for m in (plain, model))
+    chk = rotor.Checkpointable(
+        model, mem_limit=1 << 20, engine=engine, offload="disk", offload_state=other
+    )
+    for call, module, optimizer in ((plain, plain, one), (chk, model, other)):
+        torch.manual_seed(1)
+        for change in (None, prune.l1_unstructured, None, prune.remove, None):
+            loss = call(torch.randn(4, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if change is not None:
+                change(module[0], "weight", **({} if change is prune.remove else {"amount": 0.5}))
+    assert losses[:5] == losses[5:]
+    assert_same(plain, model, one, other)
