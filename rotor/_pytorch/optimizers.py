@@ -114,14 +114,16 @@ def states_of(optimizer: Optimizer, parameter: torch.Tensor) -> int:
 def held_in_step(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     """Return how many tensors of a parameter's size a step of it alone holds, rounded up.
 
-    Itself, its gradient, and its states are among them.
+    Itself, its gradient, and its states are among them; 0 if the optimizer does not have it.
     """
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    groups = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+    if not groups:
+        return 0
     shape, dtype = parameter.shape, parameter.dtype
     sample = shape if shape.numel() <= _SAMPLE else torch.Size([_SAMPLE])
     for place, tried in (("meta", shape), ("cpu", sample)):
         held = _Held()
-        if _states(optimizer, group, tried, dtype, torch.device(place), held) is not None:
+        if _states(optimizer, groups[0], tried, dtype, torch.device(place), held) is not None:
             return -(-held.most_bytes // (tried.numel() * dtype.itemsize))
     return 2 + states_of(optimizer, parameter) + ASSUMED[1]
 

@@ -483,7 +483,11 @@ class _Source:
         for tensor in tensors:
             weight, name = self._weight_of(tensor), self._names[id(tensor)][0]
             if not tensor.is_meta:
-                if weight is not None and weight.shape and isinstance(tensor, nn.Parameter):
+                if (
+                    weight is not None
+                    and weight.shape is not None
+                    and isinstance(tensor, nn.Parameter)
+                ):
                     filled.append(name)
             elif weight is None:
                 lacking.append(name)

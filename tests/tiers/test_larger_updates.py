@@ -92,3 +92,16 @@ def test_sparse_gradients(name, way):
     chk = rotor.Checkpointable(model, mem_limit=LIMIT, offload="disk", offload_state=other)
     assert train(chk, model, other, data, way) == train(plain, plain, one, data, way)
     assert torch.equal(plain.embed.weight, model.embed.weight.detach().clone())
+
+
+def test_a_parameter_in_no_group_needs_no_update():
+    """One that was frozen when the model was wrapped, and is trained then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    optimizer = optim.Adam(model[1].parameters())
+    chk = rotor.Checkpointable(model, mem_limit=LIMIT, offload="disk", offload_state=optimizer)
+    model[0].requires_grad_(True)
+    chk(torch.randn(4, 64)).sum().backward()
+    assert chk.curve(training=True).minimum_bytes < LIMIT
+    assert model[0].weight.grad is not None
