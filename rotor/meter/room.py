@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from rotor.meter import allocator
 from rotor.units import format_bytes, parse_bytes
 
 _MAPPED_BYTES = 1 << 20
+_SLACK_ROUNDS = 40
+"""Rounds after which the slack of a room that it is a share of has settled to a byte."""
 
 CARD = "card"
 """Value of ``total_limit=`` for all that the device has, less what others hold."""
@@ -81,14 +84,14 @@ class Room:
         self._level = devices.level(device)
         coming, name = optimizers.coming_bytes(own, device)
         outside, allocated = _held_bytes(device)
+        if isinstance(self._total, int) and device.type != "cpu":
+            # A smaller total of before would hold for what is free.
+            devices.cap_reserved(device, self._total - outside, allocator.driver_bytes(device)[1])
         available = allocator.free_bytes(device) // sharers(device)
         if isinstance(self._total, int):
             available = min(available, self._total - outside - allocated)
-            if device.type != "cpu":
-                devices.cap_reserved(
-                    device, self._total - outside, allocator.driver_bytes(device)[1]
-                )
-        slack = self._slack_bytes(device, available, allocated, peak_bytes)
+        self._slack_of = partial(self._slack_bytes, device, allocated, peak_bytes)
+        slack = self._slack_of(available)
         parameters, gradients = (
             allocator.storage_bytes([t for t in tensors if t is not None and t.device == device])
             for tensors in (own, [t.grad for t in own if t.is_leaf])
@@ -112,8 +115,20 @@ class Room:
         )
         return max(self.latest.step_bytes, 1)
 
+    def total_for(self, step_bytes: int) -> int:
+        """Return the total that leaves some bytes for a step, in whole MiB above the bytes.
+
+        What a process holds beside varies from run to run, by a tenth of a MiB on the CPU.
+        """
+        assert self.latest is not None
+        held = self.latest.total_bytes - self.available_bytes
+        available = step_bytes + self.coming_bytes
+        for _ in range(_SLACK_ROUNDS):
+            available = step_bytes + self.coming_bytes + self._slack_of(available)
+        return (((held + available) >> 20) + 2) << 20
+
     def _slack_bytes(
-        self, device: torch.device, available: int, allocated: int, peak_bytes: int | None
+        self, device: torch.device, allocated: int, peak_bytes: int | None, available: int
     ) -> int:
         parts = 100 // (100 - FREE_PERCENT) if self._total is None else SLACK_SHARE
         assumed = max(available, 0) // parts

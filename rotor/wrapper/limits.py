@@ -113,7 +113,7 @@ class Limits:
             error.args = (text, *error.args[1:])
         if room is not None and room.latest is not None and error.minimum_bytes:
             found = room.latest
-            least = exact_bytes(found.total_bytes - found.step_bytes + error.minimum_bytes)
+            least = exact_bytes(room.total_for(error.minimum_bytes))
             why = (
                 "The limit follows from" if found.step_bytes > 0 else "Nothing is left for a step:"
             )

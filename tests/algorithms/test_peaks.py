@@ -15,6 +15,7 @@ import rotor
 from rotor.algorithms import get
 from rotor.algorithms.peaks import Peak, peak_of
 from rotor.graph import Graph, Operation, plan
+from rotor.meter.room import Room, checked_total
 
 
 def refusal(chk: rotor.Checkpointable) -> rotor.InfeasibleError:
@@ -117,3 +118,13 @@ def test_the_sum_behind_a_total_limit_names_the_peak_once():
     text = str(caught.value)
     assert text.count("The least is set by") == 1
     assert text.count("Nothing is left for a step: 878.9 KiB = ") == 1
+
+
+@pytest.mark.parametrize("step_bytes", [1, 10 << 20, 300 << 20])
+@pytest.mark.parametrize("total", ["1KiB", "8GiB"])
+def test_the_total_that_would_do_leaves_the_bytes_of_the_step(total, step_bytes):
+    module, cpu = nn.Linear(256, 256), torch.device("cpu")
+    room = Room(module, checked_total(total))
+    room.take(cpu)
+    left = Room(module, room.total_for(step_bytes)).take(cpu)
+    assert step_bytes <= left <= step_bytes + (4 << 20)
