@@ -46,6 +46,15 @@ def _is_library(code: CodeType) -> bool:
     return name.startswith(_STANDARD) and not name.startswith(_PACKAGES)
 
 
+def is_raised_by_caller(error: BaseException) -> bool:
+    """Return whether the caller's own code raised an error, not a library that it calls."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = None if trace is None else trace.tb_frame.f_code
+    return code is not None and not (_is_ours(code) or _is_library(code))
+
+
 def warn_caller(text: str, category: type[Warning]) -> None:
     """Warn at the line of the caller's own code: the innermost one outside of libraries."""
     frame, level, found = sys._getframe(1), 2, 2

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core, dispatch
-from rotor.common.frames import reported
+from rotor.common.frames import is_raised_by_caller, reported
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.ranks import RankError, Ranks
@@ -280,20 +280,23 @@ class Attempts:
     def fail(self, driver: Any, key: Key, call: Call, error: Exception) -> NoReturn:
         """Raise an error of a step, or that of its forward if plain PyTorch raises one too.
 
-        That forward runs, and what it does before it raises stays. Under ``engine="auto"`` plain
+        Where the caller's code raises it, that forward runs, and what it does before stays; after
+        PyTorch's own error for a wrong argument, all is as before. Under ``engine="auto"`` plain
         PyTorch is asked next anyway.
         """
-        context = driver.context
+        context, own = driver.context, None
         try:
-            is_answer = _is_free(context) or isinstance(error, _ANSWERS)
-            if not is_answer and _error_of_forward(context, call) is not None:
+            if not (_is_free(context) or isinstance(error, _ANSWERS)):
+                own = _error_of_forward(context, call)
+            if own is not None:
                 driver.forget(key)
+            if own is not None and is_raised_by_caller(own):
                 device = context.device_of(call)
                 plan = PlainPlan(device, driver.limits.limit_on(device, context.latest), "")
                 driver.run_plan(plan, call, key.absent, PlainEngine(context))
-            raise error from None
+            raise own or error from None
         finally:
-            del error
+            del error, own
 
     def _report(self, driver: Any) -> None:
         """Warn of engines that failed, and of one that has taken the step over."""

@@ -114,10 +114,9 @@ class Limits:
         if room is not None and room.latest is not None and error.minimum_bytes:
             found = room.latest
             least = exact_bytes(room.total_for(error.minimum_bytes))
-            why = (
-                "The limit follows from" if found.step_bytes > 0 else "Nothing is left for a step:"
-            )
-            text = f"{error.args[0]}. {why} {found}: in all, {least} would do"
+            is_left = found.step_bytes > 0
+            why = ". The limit follows from " if is_left else ". Nothing is left for a step: "
+            text = f"{error.args[0]}{why}{found}: in all, {least} would do"
             error.args = (text, *error.args[1:])
 
     def check(self, context: Context, plan: Any) -> None:
