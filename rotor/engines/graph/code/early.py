@@ -381,6 +381,7 @@ class EarlyStep:
         self._groups = code.groups
         self._owners = owners
         self._originals: dict[int, torch.Tensor] = {}
+        self._substitutes: list[torch.Tensor] = []
 
     def prepare(self) -> None:
         """Do nothing: the code is ready."""
@@ -416,6 +417,8 @@ class EarlyStep:
                 standing = self._standing
                 roots = tensors if standing is None else map(standing.parameter_of, tensors)
                 given = _Deliver.apply(self.backward, group, tensors, *roots)
+                # Some stand for the same argument, and no call holds all: ids must stay theirs.
+                self._substitutes += given
                 for owner, original, tensor in zip(owners, tensors, given, strict=True):
                     self._originals[id(tensor)] = original
                     for values, name in (slots[number] for number in owner.slots):
@@ -429,3 +432,4 @@ class EarlyStep:
             for (values, name), original in changed:
                 values[name] = original
             self._originals.clear()
+            self._substitutes.clear()
