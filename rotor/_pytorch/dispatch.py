@@ -86,6 +86,13 @@ def has_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def _kinds_of_modes() -> list[type]:
+    """Return the types of the active modes, the innermost first."""
+    if not has_modes():
+        return []
+    return [type(mode) for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack())]
+
+
 _TRACING = ("FakeTensorMode", "ProxyTorchDispatchMode")
 
 
@@ -93,12 +100,9 @@ def callers_tracer() -> str:
     """Return the name of what traces operators or has them return no numbers; empty if nothing."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return "torch.jit.trace"
-    if not has_modes():
-        return ""
     if torch.compiler.is_exporting():
         return "torch.export"
-    kinds = [type(m).__name__ for m in _python_dispatch._get_current_dispatch_mode_stack()]
-    return next((name for name in reversed(kinds) if name in _TRACING), "")
+    return next((kind.__name__ for kind in _kinds_of_modes() if kind.__name__ in _TRACING), "")
 
 
 def callers_mode() -> str:
@@ -106,16 +110,15 @@ def callers_mode() -> str:
 
     Modes of PyTorch's own are none, but for its counter of operations.
     """
-    if not has_modes():
-        return ""
-    kinds = [type(mode) for mode in _python_dispatch._get_current_dispatch_mode_stack()]
-    found = [
-        kind.__name__.lstrip("_")
-        for kind in kinds
-        if kind.__module__ == "torch.utils.flop_counter"
-        or kind.__module__.partition(".")[0] not in ("rotor", "torch")
-    ]
-    return found[-1] if found else ""
+    return next(
+        (
+            kind.__name__.lstrip("_")
+            for kind in _kinds_of_modes()
+            if kind.__module__ == "torch.utils.flop_counter"
+            or kind.__module__.partition(".")[0] not in ("rotor", "torch")
+        ),
+        "",
+    )
 
 
 FakeTensor = torch._subclasses.FakeTensor

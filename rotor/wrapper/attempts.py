@@ -290,10 +290,10 @@ class Attempts:
                 own = _error_of_forward(context, call)
             if own is not None:
                 driver.forget(key)
-            if own is not None and is_raised_by_caller(own):
-                device = context.device_of(call)
-                plan = PlainPlan(device, driver.limits.limit_on(device, context.latest), "")
-                driver.run_plan(plan, call, key.absent, PlainEngine(context))
+                if is_raised_by_caller(own):
+                    device = context.device_of(call)
+                    plan = PlainPlan(device, driver.limits.limit_on(device, context.latest), "")
+                    driver.run_plan(plan, call, key.absent, PlainEngine(context))
             raise own or error from None
         finally:
             del error, own

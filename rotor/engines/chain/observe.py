@@ -374,7 +374,7 @@ class Observer:
                 with self._seen():
                     y = stage(given)
             check_output(stage.name, y)
-            buffers = _buffers_left(originals)
+            buffers = [] if watch is None else _buffers_left(originals)
             uses_rng = self._rng.drawn_since(states)
             mutable = [
                 slot
