@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import rotor
 from rotor.engines.graph import capture
+from rotor.engines.graph.code import early
 from rotor.memory import meter
 from rotor.tier.homes import AwayTensor
 from rotor.tier.state import AwayState
@@ -110,6 +112,27 @@ def test_all_lengths_share_captures(monkeypatch):
     assert len(captured) == 6
     chk(*batches(1, 19)[0]).backward()
     assert len(captured) == 6
+
+
+def test_tensors_on_which_a_part_runs_live_until_its_output_is_known(monkeypatch):
+    exchanged, checked = early.exchanged, []
+
+    def with_originals(output, originals):
+        # A result could have the id of a tensor that is gone, and be taken for its original.
+        live = [value for value in gc.get_objects() if id(value) in originals]
+        kept = [v for v in live if issubclass(type(v), torch.Tensor)]
+        same = [v for v in kept if v.data_ptr() == originals[id(v)].data_ptr()]
+        checked.append(len(same) == len(originals))
+        return exchanged(output, originals)
+
+    monkeypatch.setattr(early, "exchanged", with_originals)
+    _, model = pair("dropout")
+    # The list of what is looked at is in memory too.
+    chk = rotor.Checkpointable(model, mem_limit="100 MB", verbosity=-1)
+    for batch in batches(2):
+        chk(*batch).backward()
+    assert len(checked) == 6
+    assert all(checked)
 
 
 def test_gradients_leave_while_the_backward_of_a_part_goes_on(monkeypatch):
