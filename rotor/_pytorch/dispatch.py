@@ -102,7 +102,10 @@ def callers_tracer() -> str:
         return "torch.jit.trace"
     if torch.compiler.is_exporting():
         return "torch.export"
-    return next((kind.__name__ for kind in _kinds_of_modes() if kind.__name__ in _TRACING), "")
+    for kind in _kinds_of_modes():
+        if kind.__name__ in _TRACING:
+            return kind.__name__
+    return ""
 
 
 def callers_mode() -> str:
@@ -110,15 +113,11 @@ def callers_mode() -> str:
 
     Modes of PyTorch's own are none, but for its counter of operations.
     """
-    return next(
-        (
-            kind.__name__.lstrip("_")
-            for kind in _kinds_of_modes()
-            if kind.__module__ == "torch.utils.flop_counter"
-            or kind.__module__.partition(".")[0] not in ("rotor", "torch")
-        ),
-        "",
-    )
+    for kind in _kinds_of_modes():
+        library = kind.__module__.partition(".")[0]
+        if library not in ("rotor", "torch") or kind.__module__ == "torch.utils.flop_counter":
+            return kind.__name__.lstrip("_")
+    return ""
 
 
 FakeTensor = torch._subclasses.FakeTensor

@@ -242,9 +242,10 @@ class TransparentModule(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Return the wrapped module and inner ones; FSDP2 finds a sharded wrapper in its place."""
-        stands_in = fsdp.is_unit(self)
-        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
-            yield name, self if stands_in and module is self.module else module
+        inner = self.module.named_modules(memo, prefix, remove_duplicate)
+        if not fsdp.is_unit(self):
+            return inner
+        return ((name, self if module is self.module else module) for name, module in inner)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply `fn` to the wrapped module and its inner ones."""
