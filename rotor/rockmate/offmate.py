@@ -21,8 +21,8 @@ class Offmate(Checkpointable):
     original_mod
         Any module.
     model_inputs
-        A sample of the input: a tensor, a tuple of positional arguments, a dictionary of keyword
-        arguments. ``None``: the first training forward measures.
+        A sample of the input: a tensor, a list or tuple of positional arguments, a dictionary of
+        keyword arguments. ``None``: the first training forward measures.
     budget
         The most bytes, or text such as "700MiB".
     optimizer
@@ -55,5 +55,7 @@ class Offmate(Checkpointable):
         if offload is None:
             kinds = {parameter.device.type for parameter in original_mod.parameters()}
             offload = "disk" if kinds <= {"cpu", "meta"} else "host"
+        if isinstance(model_inputs, list):
+            model_inputs = tuple(model_inputs)
         given = {"offload": offload, "offload_state": optimizer, "engine": "graph"} | options
         super().__init__(original_mod, model_inputs, budget, **given)

@@ -610,7 +610,7 @@ def test_offmate_is_the_published_call():
     assert chk.plan.predicted_bytes <= LIMIT
     assert train(chk, model, other, data) == expected
     assert_same(plain, model, one, other)
-    values = rotor.Offmate(made("gpt"), data[0], "8MiB")
+    values = rotor.Offmate(made("gpt"), list(data[0]), "8MiB")
     assert type(values.module.head.weight) is nn.Parameter
 
 
