@@ -1,4 +1,4 @@
-"""The running backward: what it was asked for, and how to leave its transforms."""
+"""The running backward: what it was asked for, how to leave its transforms, what its code reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -154,3 +155,86 @@ def hooks_moved(tensor: torch.Tensor, newer: torch.Tensor) -> Iterator[None]:
 
         tensor.register_hook(note)
         newer.register_hook(retain)
+
+
+@contextmanager
+def reads_noted() -> Iterator[None]:
+    """Have captures in the context note what the code of backwards and of tensors' hooks reads.
+
+    Dynamo runs it with the forward, and guards the values for the next forward, not for its
+    backward.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+
+    def noting(run: Any) -> Any:
+        def noted(self: Any, tx: Any, held: Any, *args: Any, **kwargs: Any) -> Any:
+            # A context, or the hook, holds values of the forward.
+            known, push = _sources_within(tx, held), InstructionTranslatorBase.push
+            before, found = set(tx.output.guards), set[Any]()
+
+            def pushing(self: Any, value: Any) -> None:
+                found.add(value.source)
+                push(self, value)
+
+            with core.replaced(InstructionTranslatorBase, push=pushing):
+                result = run(self, tx, held, *args, **kwargs)
+            found |= {guard.originating_source for guard in tx.output.guards if guard not in before}
+            scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+            names = {source.name for source in found - known if source}
+            context = tx.output.tracing_context
+            context.rotor_reads = getattr(context, "rotor_reads", set[str]()).union(
+                name for name in names if _may_change(name, scope)
+            )
+            return result
+
+        return noted
+
+    def hooked(self: Any, tx: Any, name: str, hook: Any) -> Any:
+        return noting(lambda self, tx, hook: register(self, tx, name, hook))(self, tx, hook)
+
+    function: Any = AutogradFunctionApplyVariable
+    register: Any = TensorVariable._method_register_hook
+    with (
+        core.replaced(function, trace_backward_graph=noting(function.trace_backward_graph)),
+        core.replaced(TensorVariable, _method_register_hook=hooked),
+    ):
+        yield
+
+
+def noted_reads() -> set[str]:
+    """Return dynamo's expressions of what the backward of the running capture reads."""
+    from torch._guards import TracingContext
+
+    found: set[str] = getattr(TracingContext.get(), "rotor_reads", set())
+    return found
+
+
+def _may_change(expression: str, scope: dict[str, Any]) -> bool:
+    """Return whether an expression is neither code nor a module."""
+    try:
+        value = eval(expression, dict(scope))
+    except Exception:
+        return False
+    return not (callable(value) or isinstance(value, ModuleType))
+
+
+def _sources_within(tx: Any, variable: Any) -> set[Any]:
+    """Return the sources of the values that a variable of dynamo's holds by itself."""
+    from torch._dynamo.variables.base import VariableTracker
+
+    stored = tx.output.side_effects.store_attr_mutations
+    saved = getattr(getattr(variable, "saved_tensors", None), "tensors", ())
+    waiting, found, seen = [variable, *saved], set[Any](), dict[int, Any]()
+
+    def note(one: Any) -> None:
+        found.add(one.source)
+        if one.source is None:
+            waiting.extend(stored.get(one, {}).values())
+        else:  # What that object holds may change after the forward.
+            seen.update({id(part): part for part in vars(one).values()})
+
+    while waiting:
+        VariableTracker.visit(note, waiting.pop(), seen)
+    return found

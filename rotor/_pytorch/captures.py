@@ -267,17 +267,19 @@ _REQUIRED = """
     _dynamo.guards.GuardBuilder.ID_MATCH _dynamo.guards.install_guard
     _dynamo.source.GlobalSource _dynamo.source.RandomValueSource
     _dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table
-    _dynamo.symbolic_convert.is_stdlib
+    _dynamo.symbolic_convert.InstructionTranslatorBase.push _dynamo.symbolic_convert.is_stdlib
     _dynamo.utils.numpy_method_wrapper _dynamo.utils.numpy_operator_wrapper
     _dynamo.utils.numpy_to_tensor_wrapper _dynamo.variables.ConstantVariable.create
     _dynamo.variables.SkipFunctionVariable.call_function
-    _dynamo.variables.TensorVariable.as_proxy
+    _dynamo.variables.TensorVariable._method_register_hook
+    _dynamo.variables.TensorVariable.as_proxy _dynamo.variables.base.VariableTracker.visit
     _dynamo.variables.builder.GraphArg.__post_init__ _dynamo.variables.builder.GraphArg.erase
     _dynamo.variables.builder.VariableBuilder._type_dispatch
     _dynamo.variables.UserFunctionVariable
     _dynamo.variables.builder.VariableBuilder._wrap _dynamo.variables.builtin.BuiltinVariable
     _dynamo.variables.dicts.ConstDictVariable.getitem_const_raise_exception_if_absent
     _dynamo.variables.dicts.ConstDictVariable.install_dict_contains_guard
+    _dynamo.variables.higher_order_ops.AutogradFunctionApplyVariable.trace_backward_graph
     _dynamo.variables.misc.DebuggingVariable.call_function
     _dynamo.variables.misc.LoggingLoggerVariable.call_method
     _dynamo.variables.tensor.TensorVariable.call_method

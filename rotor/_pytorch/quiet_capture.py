@@ -29,7 +29,7 @@ from torch import fx
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rotor._pytorch import captures, core, patches
+from rotor._pytorch import backwards, captures, core, patches
 from rotor._pytorch.draws import Draws, cached_effects_refused
 from rotor._pytorch.scripts import functions_run_whole
 from rotor.errors import CaptureError
@@ -291,6 +291,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         enter(_answered_by(branches))
         enter(functions_run_whole())
         enter(constant_branches())
+        enter(backwards.reads_noted())
         enter(_bounded_deques())
         enter(_absence_guarded())
         enter(_metaclasses_refused())

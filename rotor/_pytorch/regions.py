@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from rotor._pytorch import captures, core
+from rotor._pytorch import backwards, captures, core
 from rotor._pytorch import region_guards as guards
 
 MARK = "rotor_call"
@@ -240,6 +240,9 @@ def _trace(tx: Any, tracing: Tracing, function: Any, args: list[Any], kwargs: An
         tracing.refuse(code, "the forward prints or logs")
         return result
     ((condition, entry),) = fresh
+    if backwards.noted_reads():
+        tracing.refuse(code, "a backward or a hook of theirs reads values")
+        return result
     if guards.reads_gradients(guarded.name for guarded, *_ in condition.guards):
         tracing.refuse(code, "the forward reads gradients")
         return result

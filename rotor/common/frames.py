@@ -8,7 +8,8 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, ClassVar
@@ -163,3 +164,15 @@ def warn_of_ignored(name: str, options: Iterable[str], reason: str) -> None:
     if ignored:
         text = f"{name} takes these published options, and they have no effect: {ignored}. {reason}"
         warn_caller(text, UserWarning)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method, and does not keep its object."""
+    owned: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = owned()
+        assert found is not None
+        return found(*args, **kwargs)
+
+    return call

@@ -122,6 +122,10 @@ class Unit:
         self._latest: list[Any] | None = None
         self._constant_steps = 0
 
+    def keep_state(self) -> None:
+        """Never take the Python state for constant."""
+        self._constant_steps, self._latest = -1, None
+
     def flags(self) -> list[bool]:
         """Return the training flag of every module."""
         return [module.training for module in self.modules]
@@ -264,12 +268,23 @@ class Rerun:
         """Return the tensors that were made to keep the state."""
         return [value for value in self._before.values() if value is not None]
 
-    def is_wanted(self, given: Iterable[torch.Tensor | None], *, repeats: bool = False) -> bool:
+    def keep_state(self) -> None:
+        """Have the Python state read in all later forwards, also where it is constant."""
+        self._unit.keep_state()
+
+    def is_wanted(
+        self,
+        given: Iterable[torch.Tensor | None],
+        *,
+        repeats: bool = False,
+        has_changed: bool = False,
+    ) -> bool:
         """Return whether the running backward is one that a plan cannot give.
 
         `given` are the gradients of the part's outputs; with `repeats` the plan keeps what a second
-        backward needs. Raises RuntimeError if this is half of the backward of a pipeline's stage,
-        or if the graph was not kept for it.
+        backward needs; with `has_changed` its code reads other values than in the forward. Raises
+        RuntimeError if this is half of the backward of a pipeline's stage, or if the graph was not
+        kept for it.
         """
         if self._is_over:
             raise RuntimeError(
@@ -286,7 +301,7 @@ class Rerun:
             gradient is not None and backwards.is_batched(gradient) for gradient in given
         )
         self.is_batched = is_batched and torch.is_grad_enabled()
-        is_wanted = is_split or is_used or torch.is_grad_enabled() or is_batched
+        is_wanted = is_split or is_used or torch.is_grad_enabled() or is_batched or has_changed
         if keeps and not is_wanted:
             level = devices.level(self._device)
             if self._is_used:
@@ -487,7 +502,9 @@ class _Part:
         is_past = token is None and all(gradient is None for gradient in given)
         if is_past or (self._is_outer and not torch.is_grad_enabled()):
             return (*given, *[None] * len(self._leaves))
-        is_wanted = self._rerun.is_wanted(given, repeats=token is not None)
+        has_changed = token is not None and token.reads is not None and bool(token.reads.changed())
+        repeats = token is not None
+        is_wanted = self._rerun.is_wanted(given, repeats=repeats, has_changed=has_changed)
         if token is not None:
             token.is_passed = is_wanted
         if not is_wanted:

@@ -216,7 +216,7 @@ class RerunNotes(StepNotes):
             needed_bytes + max(limit, self._plan.most_bytes_seen) * is_beside,
             "a backward that no plan gives ran the model's forward again, in plain autograd: "
             "gradients of gradients (create_graph=True), of inputs before those of parameters, "
-            "batched ones, or a second backward",
+            "batched ones, a second backward, or code that reads other values than in the forward",
             f", {exact_bytes(needed_bytes)} of them beside what it kept" * is_beside,
         )
 

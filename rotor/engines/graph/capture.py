@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from rotor._pytorch import (
+    backwards,
     captures,
     core,
     dispatch,
@@ -35,7 +37,7 @@ from rotor._pytorch.captures import fresh
 from rotor._pytorch.draws import Draws
 from rotor.common.calls import shared_places
 from rotor.common.collector import CollectorPause
-from rotor.common.frames import release, reported
+from rotor.common.frames import release, reported, weakly
 from rotor.common.modes import SPLIT_BACKWARD
 from rotor.common.rerun import Rerun, attach
 from rotor.common.tensor_trees import tree_tensors
@@ -43,6 +45,7 @@ from rotor.common.undisturbed import generators_kept
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.code.early import Delivery
 from rotor.engines.graph.code.emit import StepCode, is_unchecked, read_primals, saved_primals
+from rotor.engines.graph.code.late_reads import LateReads
 from rotor.engines.graph.code.numbers import numbers_of, write_numbers
 from rotor.engines.graph.costs.profile import warm_up_scripts
 from rotor.engines.graph.costs.symbols import origin_values
@@ -90,6 +93,8 @@ class Captured:
     """Dynamo's expressions for the parts of the arguments that the code has read; True: whole."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Numbers that the code has read, by dynamo's expressions of the model's attributes."""
+    late: dict[str, CodeType] = field(default_factory=dict)
+    """Dynamo's expressions of what the code reads in a backward, and their code."""
 
     @cached_property
     def are_differentiable(self) -> list[bool]:
@@ -195,18 +200,6 @@ def _stub(
     return stub
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method, and does not keep its object."""
-    owned: weakref.WeakMethod[Any] = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found = owned()
-        assert found is not None
-        return found(*args, **kwargs)
-
-    return call
-
-
 class Capture:
     """Captured call of a module; several captures if its code depends on Python values.
 
@@ -253,8 +246,8 @@ class Capture:
         self._function = function
         # Dynamo keeps compiled code as long as the function's: that must not keep the capture,
         # which keeps the function.
-        partition, forward = _weakly(self._partition), _weakly(self._forward)
-        note_inputs = _weakly(self._note_inputs)
+        partition, forward = weakly(self._partition), weakly(self._forward)
+        note_inputs = weakly(self._note_inputs)
 
         def compiled(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             return Capture._boxed(forward, module.meta[_GRAPH])
@@ -311,7 +304,6 @@ class Capture:
 
         A CaptureError says why no single graph of the call exists, and for which line of code.
         """
-        self.ran = None
         if not self.graphs or self._owner is None or self._owner() is not module:
             self._owner, self._scripts = weakref.ref(module), scripts.script_slots(module)
         given = tree_tensors((args, kwargs))
@@ -325,6 +317,9 @@ class Capture:
         try:
             result = self._called(module, args, kwargs)
             self._draws.keep()
+            if self.ran is not None and self.ran.late and self.token is not None:
+                token: Any = self.token()
+                token.reads = LateReads(self.ran.late, self._function, (module, *args))
             return result
         except Unplanned as reached:
             written = reached.written()
@@ -356,6 +351,7 @@ class Capture:
             self._draws.take_back()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.ran = None
         numbers = symbols.numbers_as_inputs(self._numbers)
         stood_in = scripts.stood_in(self._scripts)
         with core.one_graph(), dispatch.hidden_from_hooks(_is_token), numbers, stood_in:
@@ -439,6 +435,7 @@ class Capture:
         token.backward_of_program = emitted.backward
         token.absent = frozenset()
         token.is_passed = False
+        token.reads = None
         token.owner = self._owner
         self.token = weakref.ref(token)
         return result
@@ -449,7 +446,7 @@ class Capture:
         tokens = [args.pop() for _ in range(captured.tokens)]
         absent = token.absent
         run = token.backward_of_program
-        owner, sizes, is_passed = token.owner(), token.sizes, token.is_passed
+        owner, sizes, is_passed, reads = token.owner(), token.sizes, token.is_passed, token.reads
         del token
         if is_passed:
             if isinstance(run, Delivery):
@@ -457,6 +454,8 @@ class Capture:
             return (None,) * captured.lowered.first_terms
         if owner is not None and core.splits_backward(owner.parameters()):
             raise RuntimeError(SPLIT_BACKWARD)
+        if reads is not None:
+            reads.check()
         withheld: frozenset[int] = frozenset()
         if absent and captured.reached is not None:
             # As in plain PyTorch, inputs that reach only outputs without a gradient get none.
@@ -479,6 +478,8 @@ class Capture:
         leaves, self.leaves = self.leaves, None
         if not leaves or self.token is None:
             return output
+        if self.ran is not None and self.ran.late:
+            rerun.keep_state()
         return attach(output, rerun, forward, leaves, self.token)
 
     def forget_programs(self) -> None:
@@ -568,6 +569,7 @@ class Capture:
         module.graph.erase_node(token)
         captured = Captured(lowered, saved=len(saved), tokens=len(tokens))
         captured.guarded = _of_arguments(names)
+        captured.late = {name: compile(name, "", "eval") for name in backwards.noted_reads()}
         captured.numbers = numbers_of(None if self._owner is None else self._owner(), names)
         self.graphs.append(captured)
         # PyTorch compiles a backward when it is first needed, maybe after another capture.
