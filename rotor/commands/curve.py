@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
         check_plot(arguments.plot)
     from rotor.commands import factories, running
     from rotor.fit import batches
-    from rotor.fit.steps import RanStep, has_single_plan, measured_curve
+    from rotor.fit.steps import RanStep, has_single_plan, measured_curve, unplanned_step
     from rotor.meter import allocator
     from rotor.meter.room import step_limit
 
@@ -111,7 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if is_planned and limit is not None:
         facts.note_plan(model, arguments.effort)
     if not here:
-        facts.plain_bytes = factories.planned_peak(model)
+        step = unplanned_step(model)
+        facts.plain_bytes = None if step is None else step.peak_bytes
     elif arguments.no_plain or is_away:
         facts.plain_bytes, facts.plain_seconds = ran or (None, None)
     elif free is not None and int(found.bytes[-1]) * _ROOM > free:

@@ -26,8 +26,6 @@ from rotor.engines.graph.costs import estimate
 from rotor.engines.graph.costs.estimate import Machine
 from rotor.engines.graph.costs.recorded import Profile
 from rotor.fit import batches
-from rotor.graph.graph import Graph
-from rotor.graph.program import simulate
 from rotor.wrapper.checkpointable import Checkpointable
 
 __all__ = ["Input", "Made", "draw", "inputs", "load", "make", "measured", "parse_input"]
@@ -405,15 +403,6 @@ def profile_of(path: str, engine: str) -> Profile | Machine:
         return Machine.from_dict(found) if is_machine else Profile.from_dict(found)
     except ValueError as error:
         raise ValueError(f"--profile {path}: {error}") from None
-
-
-def planned_peak(wrapper: Checkpointable) -> int | None:
-    """Return the simulated peak of a step without recomputation; ``None``: no single graph."""
-    try:
-        graph = wrapper.cost_model()
-    except ValueError:
-        return None
-    return simulate(graph, range(len(graph))).peak_bytes if isinstance(graph, Graph) else None
 
 
 def loss_of(name: str) -> Callable[[Any], torch.Tensor]:

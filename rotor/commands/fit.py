@@ -9,7 +9,9 @@ from typing import Any
 from rotor.commands import add_options, add_output, examples, give, tell
 from rotor.commands.model import (
     LIMIT,
+    MESH,
     OFFLOAD,
+    PROFILE,
     TOTAL,
     UNKNOWN,
     Subject,
@@ -26,7 +28,8 @@ def add(commands: Any) -> None:
         help="the largest batch under a limit, and the one of best throughput",
         usage="%(prog)s FACTORY --input SHAPE [--limit BYTES] [options]",
         description="Find the largest batch whose training step fits in a limit, and the one of "
-        "best throughput, beside plain PyTorch's. Sizes are planned; the answers are run. The "
+        "best throughput, beside plain PyTorch's. Sizes are planned; the answers are run, but not "
+        "for another machine (--profile). The "
         "first size of the inputs is the batch; the given batch only serves to read their other "
         "sizes.",
         epilog=examples(
@@ -39,6 +42,8 @@ def add(commands: Any) -> None:
     )
     add_model(sub)
     options = {
+        **PROFILE,
+        **MESH,
         **OFFLOAD,
         "--limit BYTES": f"limit of a step, {LIMIT} (default: 90%%)",
         "--total BYTES": TOTAL,
@@ -83,9 +88,12 @@ def _fit(arguments: argparse.Namespace) -> int:
         "engine": subject.engine,
         "points": arguments.points,
         **({} if arguments.effort is None else {"effort": arguments.effort}),
+        **({} if subject.profile is None else {"profile": subject.profile}),
         **subject.offload,
     }
     if arguments.lengths is not None:
+        if subject.profile is not None:
+            raise ValueError("--lengths runs steps, and --profile is of another machine")
         from rotor.fit.distributions import lengths_of
         from rotor.fit.lengths import cost_of_lengths
 
@@ -93,15 +101,16 @@ def _fit(arguments: argparse.Namespace) -> int:
         cost = cost_of_lengths(subject.model, subject.sample, lengths, limit, **options)
         give(arguments, subject.described() | cost.to_dict(), f"{cost}{remark}")
         return 0
-    found = largest_batch(
-        subject.model,
-        subject.sample,
-        limit,
-        multiple_of=arguments.multiple_of,
-        max_batch=arguments.max_batch,
-        timed=not arguments.untimed,
-        **options,
-    )
+    with subject.mode:
+        found = largest_batch(
+            subject.model,
+            subject.sample,
+            limit,
+            multiple_of=arguments.multiple_of,
+            max_batch=arguments.max_batch,
+            timed=not arguments.untimed,
+            **options,
+        )
     text = f"{found}{remark}"
     if arguments.table:
         text += f"\n\n{found.display()}"

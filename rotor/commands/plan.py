@@ -60,18 +60,14 @@ def _run(arguments: argparse.Namespace) -> int:
     limit = limit_of(arguments)
     check_pages(arguments)
     from rotor.commands import running
-    from rotor.common.accounting import FREE_PERCENT
     from rotor.fit.steps import has_single_plan
-    from rotor.meter.room import step_limit
+    from rotor.meter.room import step_limit, step_limit_there
 
     subject = Subject(arguments)
     subject.check()
     limit = within_total(arguments, subject, limit)
-    if limit is None and subject.profile is not None:
-        free = subject.profile.free_bytes
-        if free is None:
-            raise ValueError("the profile does not say what is free on that machine: give --limit")
-        limit = free * FREE_PERCENT // 100
+    if subject.profile is not None:
+        limit = step_limit_there(subject.profile.free_bytes, limit)
     model = wrapped(subject, arguments, limit)
     plan = model.plan_step() if has_single_plan(model) else None
     schedule = None if plan is None else plan.result

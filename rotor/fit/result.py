@@ -28,7 +28,7 @@ def shown_seconds(seconds: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BatchFit:
-    """A batch size that ran within the limit; bytes are above the level at which a step begins.
+    """A batch size within the limit; bytes are above the level at which a step begins.
 
     Attributes
     ----------
@@ -37,14 +37,14 @@ class BatchFit:
     predicted_bytes
         Peak of a step as planned; for plain PyTorch, as extrapolated from smaller batches.
     measured_bytes
-        Peak of a step that was run.
+        Peak of a step that was run; ``None`` for a machine that is not here.
     seconds
-        Median time of a step that was run; on the clock of `rotor.timing.Clock`.
+        Median time of a step that was run, on the clock of `rotor.timing.Clock`, or planned time.
     """
 
     batch: int
     predicted_bytes: int
-    measured_bytes: int
+    measured_bytes: int | None
     seconds: float
 
     @property
@@ -100,11 +100,11 @@ class LargestBatch:
         The engine of the largest batch: "chain" or "graph", "parts" or "dynamic" without a single
         plan.
     device
-        Device of the runs.
+        Device of the runs, or the machine that was planned for.
     multiple_of
         The step between the batch sizes that were tried.
     largest
-        The largest batch that fits, as it ran.
+        The largest batch that fits, as it ran, or as planned for a machine that is not here.
     best
         The batch of highest throughput among all that ran, with rotor or plain.
     best_runs
@@ -160,7 +160,8 @@ class LargestBatch:
             if fit is None:
                 rows.append([name, "none", "-", "-", "-"])
                 continue
-            peak, seconds = format_bytes(fit.measured_bytes), format_seconds(fit.seconds)
+            peak = format_bytes(fit.measured_bytes or fit.predicted_bytes)
+            seconds = format_seconds(fit.seconds)
             rows.append([name, str(fit.batch), peak, seconds, f"{fit.samples_per_second:.4g}"])
         text = f"limit {format_bytes(self.limit_bytes)} on {self.device}, engine {self.engine}\n"
         text += str(table(rows))

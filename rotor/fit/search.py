@@ -15,6 +15,7 @@ from torch import nn
 from rotor.common.calls import targets_of
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
+from rotor.engines.graph.costs.recorded import source_of
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
     Batch,
@@ -35,10 +36,11 @@ from rotor.fit.steps import (
     resident_bytes,
     seconds_of,
     settle,
+    unplanned_step,
     wrapped,
 )
 from rotor.meter import allocator
-from rotor.meter.room import step_limit
+from rotor.meter.room import step_limit, step_limit_there
 from rotor.tier.offload import trial_tier
 from rotor.timing import single_runs
 from rotor.units import exact_bytes, format_bytes
@@ -81,6 +83,9 @@ def largest_batch(
 
     A model without a single plan - in parts, or under the dynamic engine - is run in each size
     that is tried, from small ones up, twice the largest so far at most.
+
+    With ``profile=``, a machine that is not here, nothing is run: the figures are those of plans,
+    and those of plain PyTorch of a step that recomputes nothing.
 
     The model is restored afterwards: parameters, gradients, buffers, random states, training flags.
     Its own hooks run.
@@ -132,7 +137,8 @@ def largest_batch(
         The smallest size does not fit; ``minimum_bytes`` is the least limit that it fits in.
     ValueError
         The limit is more than the device has free; the sample holds no tensor, or targets are given
-        without a loss; a number is not positive.
+        without a loss; a number is not positive; a machine that is not here has no limit, or the
+        model no graph.
     TypeError
         The model is no module, or the callable returns something else.
 
@@ -148,11 +154,6 @@ def largest_batch(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, Checkpointable):
         raise TypeError("model is wrapped already: give the plain one, model.module")
-    if options.get("profile", "measured") != "measured":
-        raise ValueError(
-            "the answer is verified by runs, so it is one for this machine: leave profile= out, "
-            "and ask for the curve of another machine"
-        )
     refuse_sharded(model)
     if isinstance(options.get("offload"), str):
         # All sizes share a file, and its measured speed.
@@ -162,8 +163,18 @@ def largest_batch(
     check_counts(multiple_of=multiple_of, max_batch=max_batch, points=points)
     if max_batch < multiple_of:
         raise ValueError(f"max_batch = {max_batch} is below multiple_of = {multiple_of}")
+    is_here = options.get("profile", "measured") == "measured"
+    if not is_here:
+        there = options["profile"] = source_of(options["profile"])
+        mem_limit = step_limit_there(there.free_bytes, mem_limit, total_limit)
+        engine = "graph" if engine == "auto" else engine
     batches = batches_of(model, sample, targets_of(targets) or (), loss_fn is not None, engine)
     device = device_of(batches(multiple_of))
+    most = max_batch // multiple_of
+    if not is_here:
+        given = (model, batches, device, mem_limit, loss_fn, engine, multiple_of, most, options)
+        with progress(1, "trying batches", at_once=True) as update:
+            return _PlannedSearch(*given, timed=True, update=update).run(points)
     free = allocator.free_bytes(device)
     limit = step_limit(device, mem_limit, total_limit, model)
     if limit > free:
@@ -175,7 +186,6 @@ def largest_batch(
         progress(1, "trying batches", at_once=True) as update,
         unchanged(model, device, batches(multiple_of)[:2]),
     ):
-        most = max_batch // multiple_of
         given = (model, batches, device, limit, loss_fn, engine, multiple_of, most, options)
         update(0)
         return _Search(*given, timed=timed, update=update).run(points)
@@ -239,6 +249,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.is_run = self.engine == "dynamic"
+        self.where = str(self.options.get("profile", self.device))
         self.beside = plain_resident_bytes(self.model, self.options)
 
     # -- batches and steps
@@ -321,7 +332,8 @@ class _Search:
             least = ran.measured_bytes if not ran.fits else None
         return steps.runner, least, ran.fits
 
-    def _planned(self, size: int) -> tuple[Checkpointable, int | None, bool]:
+    def _measured(self, size: int) -> Checkpointable:
+        """Return the model with a limit, measured on a size unless steps have to be run."""
         (args, kwargs, targets), loss_fn = self._loss(size)
         model = self.away or wrapped(
             self.model, self.limit, engine=self.engine, loss_fn=loss_fn, **self.options
@@ -329,13 +341,16 @@ class _Search:
         if model.homes is not None:
             self.away = model
         self.engine_name = model.planned_as
-        if self.is_run:
-            return self._ran(model, size)
+        if not self.is_run:
+            with nullcontext() if self.timed else single_runs():
+                model.measure(*args, targets=targets, **kwargs)
+        return model
+
+    def _planned(self, size: int) -> tuple[Checkpointable, int | None, bool]:
+        model = self._measured(size)
         may_choose = "effort" not in self.options
         fast = {"effort": "fast"} if may_choose else {}
-        with nullcontext() if self.timed else single_runs():
-            model.measure(*args, targets=targets, **kwargs)
-        if not has_single_plan(model):
+        if self.is_run or not has_single_plan(model):
             self.is_run = True
             return self._ran(model, size)
         try:
@@ -496,7 +511,7 @@ class _Search:
         return LargestBatch(
             self.limit,
             self.engines.get(size, self.engine_name),
-            str(self.device),
+            self.where,
             self.unit,
             largest,
             best,
@@ -514,3 +529,43 @@ class _Search:
             for k in range(count)
         }
         return sorted(sizes - {largest})
+
+
+class _PlannedSearch(_Search):
+    """Search for a machine that is not here: no step is run."""
+
+    def _ran(self, model: Checkpointable, size: int) -> tuple[Checkpointable, int | None, bool]:
+        raise ValueError(
+            f"the model is planned as {model.planned_as}, whose steps have to be run here: leave "
+            "profile= out, or give a model of which one graph can be captured"
+        )
+
+    def _verified(self, size: int) -> BatchFit | None:
+        if not self._plan(size):
+            return None
+        model = self.plans[size]
+        seconds = model.get_expected_makespan()
+        least = self.rows["rotor", size * self.unit].least_bytes
+        self._note("rotor", size, True, least, seconds=seconds)
+        return BatchFit(size * self.unit, model.get_expected_memory(), None, seconds)
+
+    def _plain(self, largest: int) -> BatchFit | None:
+        """Return the largest size whose step fits without recomputation."""
+        line, low, high = _Line(), 0, min(2 * largest, self.most) + 1
+        found: BatchFit | None = None
+        size = min(_FIRST, self.most)
+        while low + 1 < high:
+            step = unplanned_step(self._measured(size))
+            assert step is not None
+            line.points[size] = step.peak_bytes
+            fits = step.peak_bytes <= self.limit
+            seconds = step.time_ns / 1e9
+            self._note("plain", size, fits, step.peak_bytes, seconds=seconds)
+            if fits:
+                low = size
+                found = BatchFit(size * self.unit, step.peak_bytes, None, seconds)
+            else:
+                high = size
+            guess = line.largest_below(self.limit)
+            size = max(low + 1, min(2 * low if guess is None else guess, high - 1))
+        return found

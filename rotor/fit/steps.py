@@ -16,6 +16,8 @@ from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import is_out_of_memory, step_bytes
+from rotor.graph.graph import Graph
+from rotor.graph.program import Program, simulate
 from rotor.meter import allocator
 from rotor.meter.step_meter import Verdict
 from rotor.tier.offload import trial_tier
@@ -84,6 +86,15 @@ def has_single_plan(model: Checkpointable) -> bool:
     except (AttributeError, ValueError):
         return False
     return True
+
+
+def unplanned_step(model: Checkpointable) -> Program | None:
+    """Return the step of a measured model that recomputes nothing; ``None``: no single graph."""
+    try:
+        graph = model.cost_model()
+    except ValueError:
+        return None
+    return simulate(graph, range(len(graph))) if isinstance(graph, Graph) else None
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:

@@ -204,3 +204,18 @@ def step_limit(
         return given
     found = Room(module, checked_total(total_limit)).take(device)
     return found if given is None else min(given, found)
+
+
+def step_limit_there(
+    free_bytes: int | None,
+    mem_limit: int | str | None = None,
+    total_limit: int | str | None = None,
+) -> int:
+    """Return the limit in bytes of a step on a machine that is not here, with so much free."""
+    if total_limit is not None:
+        raise ValueError("a total is of this machine, and the profile of another: give mem_limit")
+    if mem_limit is not None:
+        return parse_bytes(mem_limit)
+    if free_bytes is None:
+        raise ValueError("the profile does not say what is free on that machine: give a limit")
+    return free_bytes * FREE_PERCENT // 100

@@ -18,9 +18,11 @@ from rotor.fit import batches, search, steps
 from rotor.fit.advice import advise
 from rotor.fit.lengths import cost_of_lengths
 from rotor.fit.search import BatchFit, LargestBatch, largest_batch
+from rotor.graph import Machine, simulate
 from rotor.meter import allocator
 
 cross_entropy = nn.functional.cross_entropy
+CARD = Machine("card", 1e13, 1e12, 5e-6)
 
 
 def mlp(depth: int = 8, width: int = 32) -> nn.Sequential:
@@ -277,6 +279,35 @@ def test_where_a_measured_peak_is_over_the_next_size_down_is_taken(limit, monkey
     assert got.largest.measured_bytes <= limit
 
 
+def test_nothing_is_run_for_a_machine_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(search, "step_bytes", None)
+    monkeypatch.setattr(search, "seconds_of", None)
+    model, limit = Gated(), 60_000
+
+    def planned(size):
+        chk = rotor.Checkpointable(model, mem_limit=limit, profile=CARD, loss_fn=cross_entropy)
+        chk.measure(torch.randn(size, 16), targets=(labels(size),))
+        return chk
+
+    got = largest_batch(
+        model, torch.randn(8, 16), limit, loss_fn=cross_entropy, targets=(labels(8),), profile=CARD
+    )
+    assert got.device == "card"
+    assert (got.largest.measured_bytes, got.plain.measured_bytes) == (None, None)
+    assert got.largest.predicted_bytes <= limit < got.refused.least_bytes
+    chk = planned(got.largest.batch)
+    assert chk.plan_step(limit, effort="fast").predicted_bytes == got.largest.predicted_bytes
+    for size, fits in ((got.plain.batch, True), (got.plain.batch + 1, False)):
+        graph = planned(size).cost_model()
+        step = simulate(graph, range(len(graph)))
+        assert (step.peak_bytes <= limit) is fits
+        if fits:
+            assert step.peak_bytes == got.plain.predicted_bytes
+            assert step.time_ns == got.plain.seconds * 1e9
+    assert got.plain.batch < got.largest.batch
+    assert not any(p.grad is not None for p in model.parameters())
+
+
 def test_out_of_memory_is_a_size_that_does_not_fit(monkeypatch):
     planned = search._Search._planned
 
@@ -299,7 +330,10 @@ def test_out_of_memory_is_a_size_that_does_not_fit(monkeypatch):
         ({"model": rotor.Checkpointable(nn.Linear(2, 2))}, TypeError, "wrapped already"),
         ({"multiple_of": 0}, ValueError, "multiple_of = 0"),
         ({"points": True}, ValueError, "points = True"),
-        ({"profile": "there.json"}, ValueError, "leave profile= out"),
+        ({"profile": "there.json"}, ValueError, "names no file"),
+        ({"profile": CARD, "mem_limit": None}, ValueError, "does not say what is free"),
+        ({"profile": CARD, "total_limit": "1 MB"}, ValueError, "a total is of this machine"),
+        ({"profile": CARD, "engine": "dynamic"}, ValueError, "profile"),
         ({"max_batch": 4, "multiple_of": 8}, ValueError, "below multiple_of"),
         ({"mem_limit": "900 TB"}, ValueError, "free: the answer is verified by a run"),
         ({"mem_limit": "1 XB"}, ValueError, "cannot be read"),

@@ -23,11 +23,13 @@ SHARES = {"split_net": 0.001, "split_rows": 0.005}
 """Gathers and scatters of gloo overlap, by its threads, with what follows them."""
 
 
-def command(folder: Path, factory: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run ``rotor plan`` for a mesh, with a machine's speeds in a file."""
+def command(
+    folder: Path, factory: str, *options: str, name: str = "plan"
+) -> subprocess.CompletedProcess[str]:
+    """Run ``rotor plan``, or another command, for a mesh, with a machine's speeds in a file."""
     machine = Machine("card", 1e13, 1e12, 5e-6, link_bytes_per_second=1e11)
     (folder / "machine.json").write_text(json.dumps(machine.to_dict()), encoding="utf-8")
-    given = ["plan", f"{HERE}/layouts.py:{factory}", "--input", ",".join(map(str, BATCH))]
+    given = [name, f"{HERE}/layouts.py:{factory}", "--input", ",".join(map(str, BATCH))]
     loss = ["--loss", f"{HERE}/layouts.py:squares"]
     profile = ["--profile", str(folder / "machine.json")]
     return subprocess.run(
@@ -62,6 +64,24 @@ def test_a_limit_on_a_large_mesh(tmp_path):
     assert data["plan"]["predicted_bytes"] <= 1 << 20
     program = Program.from_json(json.dumps(data["schedule"]))
     assert len(program.ops) > len(program.graph.operations)
+
+
+def test_the_largest_batch_on_a_mesh(tmp_path):
+    """The answer's peak is that of the plan of its batch, as that of a step without a plan is."""
+    size = ["--max-batch", "16", "--multiple-of", str(BATCH[0])]
+    mesh = ["--mesh", "dp=1,tp=2", "--json"]
+    done = command(tmp_path, "split_net", *mesh, *size, "--limit", "3MiB", name="fit")
+    assert done.returncode == 0, done.stderr
+    fitted = json.loads(done.stdout)
+    assert fitted["profile"] == "card"
+    assert fitted["largest"]["measured_bytes"] is None
+    assert fitted["largest"]["batch"] == 2 * BATCH[0]
+    assert fitted["largest"]["predicted_bytes"] <= 3 << 20
+    assert fitted["plain"]["batch"] == BATCH[0]
+    done = command(tmp_path, "split_net", *mesh, "--limit", "1GiB")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(done.stdout)["plan"]["predicted_bytes"]
+    assert fitted["plain"]["predicted_bytes"] == planned
 
 
 def test_sizes_of_a_mesh():
