@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--points {arguments.points}: expected 2 or more")
     if arguments.plot is not None:
         check_plot(arguments.plot)
-    from rotor.commands import factories, running
+    from rotor.commands import running
     from rotor.fit import batches
     from rotor.fit.steps import RanStep, has_single_plan, measured_curve, unplanned_step
     from rotor.meter import allocator

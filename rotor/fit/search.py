@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from rotor.common.calls import targets_of
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
-from rotor.engines.graph.costs.recorded import source_of
+from rotor.engines.graph.costs.recorded import MEASURED, source_of
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.fit.batches import (
     Batch,
@@ -163,32 +163,31 @@ def largest_batch(
     check_counts(multiple_of=multiple_of, max_batch=max_batch, points=points)
     if max_batch < multiple_of:
         raise ValueError(f"max_batch = {max_batch} is below multiple_of = {multiple_of}")
-    is_here = options.get("profile", "measured") == "measured"
-    if not is_here:
-        there = options["profile"] = source_of(options["profile"])
-        mem_limit = step_limit_there(there.free_bytes, mem_limit, total_limit)
-        engine = "graph" if engine == "auto" else engine
+    there = source_of(options.get("profile", MEASURED))
+    if there != MEASURED and engine == "auto":
+        engine = "graph"
     batches = batches_of(model, sample, targets_of(targets) or (), loss_fn is not None, engine)
     device = device_of(batches(multiple_of))
-    most = max_batch // multiple_of
-    if not is_here:
-        given = (model, batches, device, mem_limit, loss_fn, engine, multiple_of, most, options)
-        with progress(1, "trying batches", at_once=True) as update:
-            return _PlannedSearch(*given, timed=True, update=update).run(points)
-    free = allocator.free_bytes(device)
-    limit = step_limit(device, mem_limit, total_limit, model)
-    if limit > free:
-        raise ValueError(
-            f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: the "
-            "answer is verified by a run, so give a limit that is free"
+    search: type[_Search] = _PlannedSearch
+    kept: AbstractContextManager[None] = nullcontext()
+    if isinstance(there, str):
+        search, kept = _Search, unchanged(model, device, batches(multiple_of)[:2])
+        limit, free = (
+            step_limit(device, mem_limit, total_limit, model),
+            allocator.free_bytes(device),
         )
-    with (
-        progress(1, "trying batches", at_once=True) as update,
-        unchanged(model, device, batches(multiple_of)[:2]),
-    ):
+        if limit > free:
+            raise ValueError(
+                f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: "
+                "the answer is verified by a run, so give a limit that is free"
+            )
+    else:
+        limit = step_limit_there(there.free_bytes, mem_limit, total_limit)
+    with progress(1, "trying batches", at_once=True) as update, kept:
+        most = max_batch // multiple_of
         given = (model, batches, device, limit, loss_fn, engine, multiple_of, most, options)
         update(0)
-        return _Search(*given, timed=timed, update=update).run(points)
+        return search(*given, timed=timed, update=update).run(points)
 
 
 class _Line:

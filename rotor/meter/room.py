@@ -217,5 +217,5 @@ def step_limit_there(
     if mem_limit is not None:
         return parse_bytes(mem_limit)
     if free_bytes is None:
-        raise ValueError("the profile does not say what is free on that machine: give a limit")
+        raise ValueError("the profile does not say what is free on that machine: give --limit")
     return free_bytes * FREE_PERCENT // 100

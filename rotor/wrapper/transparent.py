@@ -242,7 +242,9 @@ class TransparentModule(nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Return the wrapped module and inner ones; FSDP2 finds a sharded wrapper in its place."""
-        inner = self.module.named_modules(memo, prefix, remove_duplicate)
+        inner: Iterator[tuple[str, nn.Module]] = self.module.named_modules(
+            memo, prefix, remove_duplicate
+        )
         if not fsdp.is_unit(self):
             return inner
         return ((name, self if module is self.module else module) for name, module in inner)
