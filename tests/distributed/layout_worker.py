@@ -30,7 +30,10 @@ TOLERANCE = 1e-5
 def batch(step: int, layout: Layout, *, is_short: bool = False) -> torch.Tensor:
     seed = 100 + step + (0 if layout.same_batch else 1000 * dist.get_rank())
     shape = (BATCH[0] // 2, *BATCH[1:]) if is_short else BATCH
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    if layout.words:
+        return torch.randint(layout.words, shape[:2], generator=generator)
+    return torch.randn(shape, generator=generator)
 
 
 def made(layout: Layout) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
+from torchvision_standins import import_torchvision
 
 WIDTH = 64
 BLOCKS = 6
 BATCH = (8, 32, WIDTH)
+WORDS = 128
 
 
 class Block(nn.Module):
@@ -57,6 +60,14 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x if self.head is None else self.head(x)
+
+
+class Aside(Net):
+    """Its second output has no gradient."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y, torch.tanh(y)
 
 
 class Gathering(nn.Module):
@@ -265,6 +276,8 @@ class Layout:
     """Whether processes work on one batch: those of tensor parallelism do."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the loss and the backward."""
+    words: int = 0
+    """Number of different tokens in a batch; 0: a batch of numbers."""
 
 
 def shared_pairs() -> nn.Module:
@@ -323,8 +336,61 @@ def experts() -> nn.Module:
     return Net(Experts(dist.group.WORLD) for _ in range(BLOCKS))
 
 
+def language_model() -> Any:
+    """A Llama of Transformers."""
+    import_torchvision()  # Transformers imports it where it is there.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        max_position_embeddings=BATCH[1],
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def split_by_transformers() -> nn.Module:
+    model = language_model()
+    states = {"config": model.config, "state_dict": model.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # The option has another name by and by.
+        return (
+            type(model)
+            .from_pretrained(None, **states, tp_plan="auto", device_mesh=whole_mesh())
+            .train()
+        )
+
+
+def sharded_by_accelerate() -> nn.Module:
+    """What ``Accelerator.prepare`` does on accelerators."""
+    model = language_model()
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def loss_of_words(output: Any) -> torch.Tensor:
+    return parallel_loss(output.logits)
+
+
 LAYOUTS = {
     "tp": Layout(lambda: split(Net(blocks()), whole_mesh())),
+    "tp_aside": Layout(lambda: split(Aside(blocks()), whole_mesh()), loss=lambda y: squares(y[0])),
+    "tp_transformers": Layout(split_by_transformers, loss=loss_of_words, words=WORDS),
     "tp_graph": Layout(lambda: split(Net(blocks()), whole_mesh()), "graph"),
     "tp_dropout": Layout(lambda: split(Net(blocks(0.1)), whole_mesh())),
     "tp_sequential": Layout(lambda: split(nn.Sequential(*blocks()), whole_mesh())),
@@ -348,6 +414,9 @@ LAYOUTS = {
     "summed_sequential": Layout(lambda: nn.Sequential(*summing())),
     "summed_dynamic": Layout(lambda: Net(summing()), "dynamic"),
     "fsdp": Layout(plain_sharded, same_batch=False),
+    "fsdp_accelerate": Layout(
+        sharded_by_accelerate, loss=loss_of_words, same_batch=False, words=WORDS
+    ),
     "fsdp_root_without_parameters": Layout(rootless, same_batch=False),
     "fsdp_pairs": Layout(shared_pairs, same_batch=False),
     "fsdp_pairs_of_stages": Layout(pairs_of_stages, same_batch=False),

@@ -172,7 +172,14 @@ class Lowered:
         return sum(map(_bytes, result_tensors(node.meta.get("val"))))
 
     def tangents_of_gradients(self) -> list[frozenset[int]]:
-        """Return for each gradient the numbers of the tangents from which it is computed."""
+        """Return for each gradient the numbers of the tangents from which it is computed.
+
+        All of them in a graph that hands out other things, as the mesh of a distributed tensor:
+        such a gradient is made of its parts, of which none can be left out.
+        """
+        nodes = [g for g in self.gradients if isinstance(g, fx.Node)]
+        if not all(result_tensors(node.meta.get("val")) for node in nodes):
+            return [frozenset(range(len(self.tangents)))] * len(self.gradients)
         reached: dict[fx.Node, frozenset[int]] = {
             node: frozenset([k]) for k, node in enumerate(self.tangents)
         }
