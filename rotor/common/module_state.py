@@ -495,6 +495,9 @@ class Watch:
         for place, former in formers:
             # What was written to and replaced will be written to again.
             place.in_place |= (id(former), None) in found
+        for place in self._moved():
+            place.in_place = True
+            found[place.identity] = place
         return list(found.values())
 
     def reaches(self, place: Place) -> bool:
@@ -508,9 +511,10 @@ class Watch:
                 yield from _within(place, place.get())
                 yield from _within(place, cell.former(place))
 
-    def storages(self) -> set[int]:
-        """Return the identities of the storages of all tensors at these places."""
-        tensors = [held for _, held in self._held() if isinstance(held, torch.Tensor)]
+    def storages(self, among: _Identities = None) -> set[int]:
+        """Return the identities of the storages of tensors, at places of these identities only."""
+        held = [h for place, h in self._held() if among is None or place.identity in among]
+        tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
         return {core.storage_identity(part) for t in tensors for part in core.strided_parts(t)}
 
     def identities(self, storages: Collection[int] = ()) -> set[tuple[int, Any]]:
@@ -541,6 +545,31 @@ class Watch:
                 found.add(identity)
                 waiting += holders[identity[0]]
         return found
+
+    def _moved(self) -> Iterator[Place]:
+        """Yield the places within objects that were exchanged: each run writes to another one."""
+        cells = [(k[0], c) for k, c in self._cells.items() if not isinstance(c, _Mutable)]
+        pairs = [
+            (place, cell.former(place), place.get())
+            for _, cell in cells
+            for place in (cell.changed(is_put_back) if isinstance(cell, _Values) else cell.places())
+            if not isinstance(place, Inner)
+        ]
+        before = {id(held) for place, former, _ in pairs for _, held in _within(place, former)}
+        waiting = [
+            now
+            for place, *values in pairs
+            for former, now in zip(*(list(_within(place, value)) for value in values), strict=False)
+            if now[1] is not former[1] and id(now[1]) in before and not is_scalar(now[1])
+        ]
+        seen: set[int] = set()
+        while waiting:
+            value = waiting.pop()[1]
+            owner = id(getattr(value, "__dict__", value))
+            for cell in [cell for key, cell in cells if key == owner and key not in seen]:
+                yield from cell.places()
+                waiting += [held for p in cell.places() for held in _within(p, p.get())]
+            seen.add(owner)
 
     def restore(
         self, among: Collection[tuple[int, Any]] | None = None, again: Watch | None = None

@@ -368,7 +368,8 @@ class Trial:
             rewritten = again._writes.identities()
             places = again._watch.identities(rewritten)
             again.put_back()
-            stays = again._watch.storages() - rewritten - self._given
+            stays = again._watch.storages() - again._watch.storages(places)
+            stays -= rewritten | self._given
             self._writes.undo(lambda storage: storage in stays)
             self._watch.restore(places, again._watch)
             self._surroundings.restore(changed)
