@@ -456,27 +456,32 @@ class Driver:
             self.context.plans[plan.key] = self.context.plans.pop(plan.key)
         self.context.latest, self.context.latest_key = plan, plan.key
         self._announcer.log_plan(plan)
-        key = plan.key
         begun = time.perf_counter()
         try:
-            return self.run_plan(plan, call, absent)
-        except PlanAgain as found:
-            # The call was captured again.
-            with self._announcer.timed(begun):
-                plan = self._make(plan.key, plan.reserve_bytes)
-            self._announcer.log_plan(plan)
             try:
                 return self.run_plan(plan, call, absent)
-            except PlanAgain:
-                raise (found.__cause__ or found) from None
-        except CannotPlan as refused:
-            # The call was captured before, but its code now asks for another graph each time.
-            cancel_running()
-            self.order.of(key).forget(key.measured)
-            if not self.order.refuse(key, call, str(refused.error)):
-                self._attempts.fail(self, key, call, refused.error)
-            self._measure(key, call)
-            return self.run_plan(self._make(key), call, absent)
+            except PlanAgain as found:
+                # The call was captured again.
+                with self._announcer.timed(begun):
+                    plan = self._make(plan.key, plan.reserve_bytes)
+                self._announcer.log_plan(plan)
+                try:
+                    return self.run_plan(plan, call, absent)
+                except PlanAgain:
+                    raise (found.__cause__ or found) from None
+            except CannotPlan as refused:
+                # The call was captured before, but its code now asks for another graph each time.
+                cancel_running()
+                key = plan.key
+                self.order.of(key).forget(key.measured)
+                if not self.order.refuse(key, call, str(refused.error)):
+                    self._attempts.fail(self, key, call, refused.error)
+                self._measure(key, call)
+                return self.run_plan(self._make(key), call, absent)
+        except allocator.MeterBusyError as error:
+            # A step that has a plan needs another one, since what its code reads has changed.
+            standby, plan = self._attempts.unmeasured(self, plan.key, call, error)
+        return self.plain(call) if plan is None else self.run_plan(plan, call, absent, standby)
 
     def _ready(self, key: Key, call: Call, *, is_one_behind: bool) -> Any:
         """Return the plan of a step; ``None`` if nothing in it needs a gradient."""

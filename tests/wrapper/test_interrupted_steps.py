@@ -445,3 +445,40 @@ def test_a_forward_that_interrupts_itself_when_tried_leaves_no_trace(engine):
     assert [stage.calls for stage in stages] == [0] * 4
     assert all(map(torch.equal, net.buffers(), buffers))
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class Annealed(Row):
+    """Model with a number that its forward reads, and changes itself if `counts`."""
+
+    weight, counts = 0.5, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.weight *= 0.9
+        return super().forward(x) * self.weight
+
+
+@pytest.mark.parametrize("around", [torch.profiler.profile, lambda: memory.meter("cpu")])
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_planned_step_whose_values_change_within_a_profiler_trains(counts, around):
+    plain = Annealed(nn.Linear(24, 40), nn.Softplus(), nn.Linear(40, 24))
+    plain.counts = counts
+    net = copy.deepcopy(plain)
+    chk = rotor.Checkpointable(net, mem_limit="1GiB")
+    texts = []
+    for number in range(5):
+        x = torch.randn(20, 24)
+        for model in (plain, net):
+            model.weight *= 1 if counts else 0.7
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", rotor.MemoryLimitWarning)
+            with around() if number in (1, 2) else nullcontext():
+                chk(x).sum().backward()
+        texts += [(number, str(one.message)) for one in told]
+        plain(x).sum().backward()
+        assert net.weight == plain.weight
+        for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)
+    assert chk.planned_as == "graph"
+    assert {number for number, text in texts if "dynamic engine runs such steps" in text} == {1}
+    assert all(number in (1, 2) for number, _ in texts)
