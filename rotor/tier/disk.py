@@ -150,7 +150,10 @@ class DiskTier(Tier):
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, buffered: bool = False
     ) -> None:
-        self.directory = Path(directory) if directory is not None else _default_directory()
+        # A process may change its working directory while a file is in use.
+        self.directory = (
+            Path(directory) if directory is not None else _default_directory()
+        ).absolute()
         self.is_named = directory is not None
         self.buffered = buffered
         self._file = self._opened()

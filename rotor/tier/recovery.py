@@ -77,7 +77,7 @@ class FinishedSteps:
         self._optimizer = weakref.ref(optimizer)
         self._process = os.getpid()
         self._number = self._step = 0
-        self._written: tuple[int, list[Home], list[tuple[torch.Tensor, int]]] | None = None
+        self._written: tuple[int, list[Home], list[tuple[torch.Tensor, int]], int] | None = None
         self._homes: list[Home] = []
         self._small: list[tuple[torch.Tensor, int]] = []
         self._states: dict[Any, dict[str, Any]] = {}
@@ -93,8 +93,10 @@ class FinishedSteps:
         except BaseException:
             os.close(self._lock)
             raise
-        files = [self._lock, self._values]
-        self.end = weakref.finalize(self, _remove, self._folder, files, self._process)
+        self._files = [self._lock, self._values]
+        """Open files: the folder, the values, and the last record, which needs no name to be read.
+        """
+        self.end = weakref.finalize(self, _remove, self._files, self._process)
         """Function that removes the files, at a normal end."""
         self.end.atexit = False
         _running.add(self)
@@ -154,10 +156,15 @@ class FinishedSteps:
                 # An interruption of a step that is finished.
                 self._take()
                 raise
-            self._undo()
+            lost = self._undo()
+            but = (
+                f", but {lost} small ones, whose record cannot be read: load what was saved before"
+                if lost
+                else ""
+            )
             error.add_note(
                 f"parameters and states are those of step {self._step} of the optimizer again, "
-                "the last finished one"
+                f"the last finished one{but}"
             )
             raise
 
@@ -166,30 +173,41 @@ class FinishedSteps:
         if is_new:
             self._others = kept.states(self._objects)
         facts, homes, small = self._facts(step, is_checked=is_checked)
-        path = self._folder / RECORDS[(self._number + 1) % 2]
+        name = RECORDS[(self._number + 1) % 2]
+        file = -1
         try:
             os.fdatasync(self._values)
-            begins = _write(path, self._number + 1, facts, small)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.open(name, flags, 0o600, dir_fd=self._lock)
+            begins = _write(file, self._number + 1, facts, small)
             if self._number < len(RECORDS):
                 os.fsync(self._lock)
         except BaseException as error:
+            if file >= 0:
+                os.close(file)
             self._forget_other()
             if not isinstance(error, OSError):
                 raise
             number = error.errno or errno.EIO
+            is_gone = number == errno.ENOENT
+            cure = "the folder was removed" if is_gone else "give the folder more room"
             raise TransferError(
                 number,
                 f"{os.strerror(number)}: the record of a finished step could not be written, and "
-                "the step is undone; give the folder more room",
-                str(path),
+                f"the step is undone; {cure}",
+                str(self._folder / name),
             ) from None
-        self._written = step, homes, list(zip(small, begins, strict=True))
+        self._written = step, homes, list(zip(small, begins, strict=True)), file
         self._take()
 
     def _take(self) -> None:
         """Have the record that was written be the last one."""
         assert self._written is not None
-        self._step, self._homes, pairs = self._written
+        self._step, self._homes, pairs, file = self._written
+        before = [one for one in self._files[2:] if one != file]
+        self._files[2:] = [file]
+        for one in before:
+            os.close(one)
         for home in self._homes:
             home.keep()
         leaves, _ = core.tree_flatten(self._others)
@@ -201,8 +219,8 @@ class FinishedSteps:
         self._known = self._present()
         self._number, self._written = self._number + 1, None
 
-    def _undo(self) -> None:
-        """Have parameters and states be those of the last record again."""
+    def _undo(self) -> int:
+        """Have parameters and states be those of the last record again, but so many tensors."""
         self._forget_other()
         for home in self._homes:
             home.go_back()
@@ -210,19 +228,23 @@ class FinishedSteps:
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update({owner: dict(s) for owner, s in self._states.items()})
-        path = self._folder / RECORDS[self._number % 2]
-        with path.open("rb") as file, torch.no_grad():
-            for tensor, begin in self._small:
-                values = torch.empty(tensor.shape, dtype=tensor.dtype)
-                _read(file.fileno(), memoryview(bytes_of(values)), begin, path)
+        lost = len(self._small)
+        for tensor, begin in self._small:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype)
+            with suppress(OSError), torch.no_grad():
+                _read(self._files[2], memoryview(bytes_of(values)), begin, self._folder)
                 tensor.copy_(values)
+                lost -= 1
         self._known = self._present()
+        return lost
 
     def _forget_other(self) -> None:
         """Drop the other record: it may be complete, and its places will be written to."""
-        other = self._folder / RECORDS[(self._number + 1) % 2]
-        with suppress(OSError), other.open("r+b") as file:
-            file.write(bytes(_BODY))
+        other = RECORDS[(self._number + 1) % 2]
+        with suppress(OSError):
+            file = os.open(other, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._lock)
+            with os.fdopen(file, "wb") as opened:
+                opened.write(bytes(_BODY))
 
     def _present(self) -> Any:
         """Return what tells whether parameters or states have changed, beside homes themselves."""
@@ -315,11 +337,12 @@ def _end_all() -> None:
             steps.end()
 
 
-def _remove(folder: Path, files: list[int], process: int) -> None:
+def _remove(files: list[int], process: int) -> None:
     if os.getpid() != process:
         return
     for name in (*RECORDS, VALUES):
-        (folder / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=files[0])
     for file in files:
         os.close(file)
 
@@ -404,9 +427,8 @@ def _text(facts: dict[str, Any]) -> bytes:
     return made.getvalue()
 
 
-def _write(path: Path, number: int, facts: Any, small: list[torch.Tensor]) -> list[int]:
+def _write(opened: int, number: int, facts: Any, small: list[torch.Tensor]) -> list[int]:
     """Write a record, its begin at last; return where the values of tensors are in it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     begins: list[int] = []
     sizes = [t.numel() * t.itemsize for t in small]
     end = 0
@@ -415,7 +437,7 @@ def _write(path: Path, number: int, facts: Any, small: list[torch.Tensor]) -> li
         begins.append(entry["begin"])
     text = _text(facts)
     head = _HEAD.pack(_WORD, number, len(text), len(text) + end)
-    with os.fdopen(os.open(path, flags, 0o600), "r+b") as file:
+    with os.fdopen(opened, "r+b", closefd=False) as file:
         file.seek(_BODY)
         file.write(text)
         checksum = zlib.crc32(text, zlib.crc32(head))

@@ -524,6 +524,39 @@ def test_forms_and_types_come_back(tmp_path):
         assert torch.equal(state["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.5))
 
 
+@pytest.mark.parametrize("change", ["elsewhere", "renamed", "removed", "cut"])
+def test_a_folder_is_the_one_that_was_given(change, tmp_path, monkeypatch):
+    """Its names are read once; where it is gone, a step is taken back, or the rest is named."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = killed_runs.made()
+    chk = wrapped(model, optimizer, "disk:run")
+    train(chk, model, optimizer, range(2))
+    if change == "elsewhere":
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+    elif change == "renamed":
+        folder = folder.rename(tmp_path / "new")
+    else:
+        for name in recovery.RECORDS if change == "cut" else []:
+            os.truncate(folder / name, 0)
+        shutil.rmtree(folder)
+    if folder.exists():
+        train(chk, model, optimizer, range(2, 3))
+        assert recovery.newest(folder).facts["step"] == 3
+    else:
+        with pytest.raises(TransferError, match="is undone; the folder was removed") as caught:
+            train(chk, model, optimizer, range(2, 3))
+        assert (", but 18 small ones" in caught.value.__notes__[0]) == (change == "cut")
+    plain, known, _ = plain_run(3 if folder.exists() else 2)
+    if change != "cut":
+        assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+        assert_equal(optimizer.state_dict(), known.state_dict())
+    recovery.FinishedSteps.find(optimizer).end()
+    assert not folder.exists() or not list(folder.iterdir())
+
+
 def test_a_folder_is_free_once_nobody_has_the_model(tmp_path):
     model, optimizer = killed_runs.made()
     wrapped(model, optimizer, f"disk:{tmp_path}")
