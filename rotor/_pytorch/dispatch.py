@@ -105,6 +105,9 @@ def callers_tracer() -> str:
     for kind in _kinds_of_modes():
         if kind.__name__ in _TRACING:
             return kind.__name__
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if autograd is not None and autograd.compiled_autograd_enabled:
+        return "compiled autograd"
     return ""
 
 

@@ -202,6 +202,35 @@ def test_compiled_after(engine, expected):
     check(train(torch.compile(model, backend="aot_eager"), model), expected, model)
 
 
+def compiled_autograd() -> Any:
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd._enable(torch.compile(backend="eager"))
+
+
+@pytest.mark.parametrize("engine", ["auto", "chain", "dynamic"])
+def test_a_step_in_compiled_autograd_is_plain_and_later_ones_are_planned(engine):
+    plain = nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh())
+    model = rotor.Checkpointable(copy.deepcopy(plain), mem_limit=LIMIT, engine=engine, verbosity=0)
+    with (
+        compiled_autograd(),
+        pytest.warns(rotor.MemoryLimitWarning, match="compiled autograd sees"),
+    ):
+        model(batch()).square().sum().backward()
+    model(batch()).square().sum().backward()
+    assert model.plan.measured_bytes <= LIMIT
+    for _ in range(2):
+        plain(batch()).square().sum().backward()
+    for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got.grad, wanted.grad)
+
+
+def test_a_graph_of_a_step_in_compiled_autograd_is_refused():
+    model = rotor.Checkpointable(make(), mem_limit=LIMIT, engine="graph")
+    with compiled_autograd(), pytest.raises(rotor.CaptureError, match="compiled autograd sees"):
+        model(batch())
+
+
 def test_one_graph_of_a_model_with_a_limit_is_refused():
     model = rotor.Checkpointable(make(), mem_limit=LIMIT)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
