@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -301,15 +302,32 @@ def write_json(data: dict[str, Any], path: str | os.PathLike[str] | None) -> str
 
 def write_text(text: str, target: Path) -> None:
     """Write a text completely or not at all."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    with new_file(target) as path:
+        path.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give the path of a file that replaces another one when the context ends without an error.
+
+    A link stays and leads to the new file; what is no regular file, such as a device, is written to
+    itself.
+    """
+    given = Path(target)
+    is_special = given.exists() and not given.is_file()
+    path = given if is_special else Path(os.path.realpath(given))
+    partial = given if is_special else path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        partial.replace(target)
+        yield partial
+        if not is_special:
+            partial.replace(path)
     except OSError as error:
-        error.filename = str(target)
+        if error.filename in (None, str(partial)):
+            error.filename = str(given)
         raise
     finally:
-        partial.unlink(missing_ok=True)
+        if not is_special:
+            partial.unlink(missing_ok=True)
 
 
 def read_json(source: str | os.PathLike[str]) -> Any:

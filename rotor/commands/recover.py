@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rotor.chain import new_file
 from rotor.commands import add_options, add_output, columns, examples, give
 from rotor.units import format_bytes
 
@@ -33,15 +34,26 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rotor.tier import recover, save_weights
+    import torch
 
+    from rotor.tier import recover, save_weights
+    from rotor.tier.recovery import RECORDS, VALUES
+
+    own = [os.path.realpath(Path(arguments.folder, name)) for name in (VALUES, *RECORDS)]
+    for option in ("out", "json"):
+        path = getattr(arguments, option)
+        if path is not None and os.path.realpath(path) in own:
+            raise ValueError(f"--{option} {path} is a file of the run itself: name another one")
     out = None if arguments.out is None else Path(arguments.out)
-    state = recover(arguments.folder, None if out is None else out.absolute().parent)
+    is_file = out is not None and (out.is_file() or not out.exists())
+    room = Path(os.path.realpath(out)).parent if out is not None and is_file else None
+    state = recover(arguments.folder, room)
     model, states = state["model"], state["optimizer"].get("state", {})
     if out is not None and out.suffix == ".safetensors":
         save_weights(model.items(), out)
     elif out is not None:
-        _save(state, out)
+        with new_file(out) as file:
+            torch.save(state, file)
     sizes = {
         "model_bytes": _bytes_of(model),
         "optimizer_bytes": sum(map(_bytes_of, states.values())),
@@ -64,15 +76,3 @@ def _run(arguments: argparse.Namespace) -> int:
 def _bytes_of(tensors: Any) -> int:
     found = {id(t): t.nbytes for t in tensors.values() if hasattr(t, "nbytes")}
     return sum(found.values())
-
-
-def _save(state: dict[str, Any], out: Path) -> None:
-    """Write a file, which is complete once it has its name."""
-    import torch
-
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        torch.save(state, part)
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)

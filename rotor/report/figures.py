@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
+from rotor.chain import new_file
+
 FORMATS = ("pdf", "png", "svg")
 """Formats of figures."""
 
@@ -73,12 +75,8 @@ def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
     written = []
     for name in formats:
         path = stem.with_name(f"{stem.name}.{name}")
-        partial = stem.with_name(f".{stem.name}.partial.{name}")
-        try:
-            figure.savefig(partial, format=name, metadata=_METADATA[name])
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with new_file(path) as file:
+            figure.savefig(file, format=name, metadata=_METADATA[name])
         written.append(path)
     return written
 

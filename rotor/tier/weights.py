@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rotor.chain import new_file
+
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -173,13 +175,7 @@ def save_weights(tensors: Iterable[tuple[str, torch.Tensor]], path: str | os.Pat
         }
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            for _, tensor in named.values():
-                file.write(memoryview(bytes_of(tensor)))
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with new_file(path) as part, part.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for _, tensor in named.values():
+            file.write(memoryview(bytes_of(tensor)))

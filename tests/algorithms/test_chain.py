@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import pickle
 import random
 import sys
@@ -112,6 +113,33 @@ def test_survives_json_pickle_and_copy(chain: Chain) -> None:
     assert copy.deepcopy(chain) == chain
     assert chain != Chain(**fields(names=["a", "b"]))
     assert chain != 3
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Any) -> None:
+    chain = random_chain(random.Random(1), 4)
+    link, missing = tmp_path / "link.json", tmp_path / "missing.json"
+    (tmp_path / "kept.json").write_text("kept", encoding="utf-8")
+    link.symlink_to("kept.json")
+    missing.symlink_to("made.json")
+    for path, target in ((link, "kept.json"), (missing, "made.json")):
+        chain.to_json(path)
+        assert path.is_symlink()
+        assert Chain.from_json(tmp_path / target) == chain
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Any) -> None:
+    chain = random_chain(random.Random(1), 4)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    text = chain.to_json(path)
+    assert os.read(reader, 1 << 16).decode() == text
+    os.close(reader)
+    assert path.is_fifo()
+    with pytest.raises(IsADirectoryError):
+        chain.to_json(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_json_in_a_file(tmp_path: Any) -> None:

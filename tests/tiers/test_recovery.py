@@ -198,6 +198,13 @@ def test_the_command_writes_what_was_finished(killed, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["steps"] == 3
     assert_equal({"x": weights_of(weights)("first.weight").read()}, {"x": plain.first.weight})
     assert main(["recover", str(folder)]) == 0
+    (tmp_path / "linked").symlink_to(folder)
+    for path in (tmp_path / "linked" / "rotor-values", folder / "rotor-step-1"):
+        for option in ("--out", "--json"):
+            assert main(["recover", str(folder), option, str(path)]) == 2
+            assert "is a file of the run itself: name another one" in capsys.readouterr().err
+    (tmp_path / "linked").unlink()
+    assert main(["recover", str(folder)]) == 0
     assert main(["recover", str(tmp_path)]) == 2
     assert "holds no finished step" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "step.pt"]
