@@ -183,6 +183,8 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (tensor,)
         if not is_traceable_wrapper_subclass(wrapper):
             return () if is_away(tensor) else (tensor,)
+        if hasattr(wrapper, "trigger_wait"):
+            wrapper.trigger_wait()  # The result of a collective that may still be on its way.
         inner = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
         tensors = [part for part in inner if isinstance(part, torch.Tensor)]
         return tuple(part for one in tensors for part in strided_parts(one))

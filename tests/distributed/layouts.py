@@ -387,6 +387,18 @@ def loss_of_words(output: Any) -> torch.Tensor:
     return parallel_loss(output.logits)
 
 
+def flat_pairs() -> nn.Module:
+    """Stages that hand over results of collectives."""
+    wide = 4 * WIDTH
+    pairs = [
+        nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Tanh(), nn.Linear(wide, WIDTH))
+        for _ in range(BLOCKS)
+    ]
+    for pair in pairs:
+        parallelize_module(pair, whole_mesh(), {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    return nn.Sequential(*pairs)
+
+
 LAYOUTS = {
     "tp": Layout(lambda: split(Net(blocks()), whole_mesh())),
     "tp_aside": Layout(lambda: split(Aside(blocks()), whole_mesh()), loss=lambda y: squares(y[0])),
@@ -394,6 +406,7 @@ LAYOUTS = {
     "tp_graph": Layout(lambda: split(Net(blocks()), whole_mesh()), "graph"),
     "tp_dropout": Layout(lambda: split(Net(blocks(0.1)), whole_mesh())),
     "tp_sequential": Layout(lambda: split(nn.Sequential(*blocks()), whole_mesh())),
+    "tp_flat": Layout(flat_pairs, "chain"),
     "tp_chain": Layout(lambda: split(nn.Sequential(*blocks(0.1)), whole_mesh()), "chain"),
     "tp_dynamic": Layout(lambda: split(Net(blocks()), whole_mesh()), "dynamic"),
     "tp_broken": Layout(lambda: split(Net(broken(blocks())), whole_mesh())),

@@ -14,15 +14,22 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import refused
+from fsdp_models import differences, refused
 from gpt2_models import small_gpt2
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torchvision_standins import import_torchvision
 from two_processes import PROCESSES, run_processes
@@ -64,7 +71,7 @@ def recomputes(plan: Any) -> bool:
     sequence = getattr(plan, "sequence", None)
     if sequence is not None:
         return max(sequence.count_forwards().values()) > 1
-    return plan.recomputed > 0
+    return plan.recomputes
 
 
 # -- Transformers
@@ -154,7 +161,14 @@ def transformers_cut_models() -> list[str]:
 # -- Lightning
 
 
-def fit(kind: Callable[[], nn.Module], *callbacks: Any, metered: bool = False, **arguments: Any):
+def fit(
+    kind: Callable[[], nn.Module],
+    *callbacks: Any,
+    metered: bool = False,
+    spread: Callable[[nn.Module, Any], nn.Module] | None = None,
+    strategy: Any = "ddp",
+    **arguments: Any,
+):
     import lightning
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -165,6 +179,10 @@ def fit(kind: Callable[[], nn.Module], *callbacks: Any, metered: bool = False, *
             self.net = kind()
             self.losses: list[float] = []
             self.peaks: list[int] = []
+
+        def configure_model(self):
+            if spread is not None:
+                self.net = spread(self.net, self.device_mesh)
 
         def forward(self, x):
             return self.net(x)
@@ -193,7 +211,7 @@ def fit(kind: Callable[[], nn.Module], *callbacks: Any, metered: bool = False, *
     module = Module()
     torch.manual_seed(2)
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", strategy="ddp", devices=PROCESSES, logger=False,
+        max_epochs=1, accelerator="cpu", strategy=strategy, devices=PROCESSES, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=list(callbacks), **arguments,
     )  # fmt: skip
@@ -224,6 +242,47 @@ def lightning_trains() -> list[str]:
     return found
 
 
+def pairs() -> nn.Module:
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(6)]
+    )
+
+
+def sharded(net: nn.Module, mesh: Any) -> nn.Module:
+    for stage in net:
+        fully_shard(stage, mesh=mesh["data_parallel"])
+    return fully_shard(net, mesh=mesh["data_parallel"])
+
+
+def split(net: nn.Module, mesh: Any) -> nn.Module:
+    way = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    for stage in net:
+        parallelize_module(stage, mesh["tensor_parallel"], way)
+    return net
+
+
+def lightning_spreads_models() -> list[str]:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    found = []
+    for spread, sizes in ((sharded, (PROCESSES, 1)), (split, (1, PROCESSES))):
+        whole = partial(fit, pairs, metered=True)
+        plain = whole(spread=spread, strategy=ModelParallelStrategy(*sizes))
+        limit = max(plain.peaks) * 9 // 10
+
+        def limited(net: nn.Module, mesh: Any, way: Any = spread, limit: int = limit) -> nn.Module:
+            return rotor.Checkpointable(way(net, mesh), mem_limit=limit)
+
+        planned = whole(spread=limited, strategy=ModelParallelStrategy(*sizes))
+        one = differences(plain.net, planned.net.module) + kept(planned.net, limit)
+        if plain.losses != planned.losses:
+            one.append(f"losses {plain.losses}, {planned.losses}")
+        if not max(planned.peaks) <= limit < max(plain.peaks):
+            one.append(f"peaks {planned.peaks}, plain {plain.peaks}")
+        found += [f"{spread.__name__}: {text}" for text in one]
+    return found
+
+
 def lightning_accumulates() -> list[str]:
     from rotor.integrations.lightning import RotorCallback
 
@@ -244,6 +303,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "transformers: refuses": transformers_refuses,
     "transformers: cut models": transformers_cut_models,
     "lightning: trains": lightning_trains,
+    "lightning: spreads": lightning_spreads_models,
     "lightning: accumulates": lightning_accumulates,
     "lightning: too little": lightning_tells_what_is_too_little,
 }
