@@ -1,4 +1,4 @@
-"""Silence of trials: what their code prints, logs or writes to files is dropped.
+"""Silence of trials: what their code prints, logs, warns of or writes to files is dropped.
 
 The descriptor of a file leads to the null device meanwhile, whichever object writes to it, so that
 files opened for appending, and pipes, stay as they were.
@@ -11,9 +11,14 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
+
+from rotor.errors import MemoryLimitWarning
 
 _HEARD = ("rotor", "torch")
 """Loggers whose messages stay, for they hold for the user's steps too."""
@@ -34,7 +39,7 @@ def is_file(stream: Any) -> bool:
 class _Unheard:
     """Standard stream that drops what one thread writes.
 
-    Other threads write to `stream`, and so do warnings, which may come only once, and rotor itself.
+    Other threads write to `stream`, and so do warnings of other threads, and rotor itself.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -59,9 +64,13 @@ class _Unheard:
 
 @contextmanager
 def silence(files: Iterable[Any]) -> Iterator[None]:
-    """Drop what this thread prints or logs in the context, and all that is written to files."""
+    """Drop what this thread prints or logs in the context, and all that is written to files.
+
+    Warnings, which the user's own forward shows, are dropped too, and show up there all the same.
+    """
     with ExitStack() as stack:
         stack.enter_context(_unlogged())
+        stack.enter_context(_unwarned())
         for file in files:
             stack.enter_context(_unwritten(file))
         standard = {name: getattr(sys, name) for name in ("stdout", "stderr")}
@@ -91,6 +100,23 @@ def _unlogged() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(is_heard)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    is_always = torch.is_warn_always_enabled()
+    with warnings.catch_warnings():
+        filters: Any = warnings.filters
+        known = [f for f in filters if issubclass(MemoryLimitWarning, f[2])]
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("default", MemoryLimitWarning)
+        filters[:0] = [(*f[:2], MemoryLimitWarning, *f[3:]) for f in known]
+        # What PyTorch warns of once in a process has not been warned of.
+        torch.set_warn_always(True)
+        try:
+            yield
+        finally:
+            torch.set_warn_always(is_always)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a forward writes to a stream is written once in each step, and never by a trial."""
+"""What a forward writes, or warns of, comes once in each step, and never from a trial."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gzip
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,53 @@ def test_a_pipe_gets_nothing_of_a_trial():
         log.write(b"after")
         log.close()
         assert pipe.read() == b"before after"
+
+
+class Warns(nn.Linear):
+    """A layer that warns of itself, and has PyTorch warn."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("of a layer", stacklevel=1)
+        y = torch.tanh(super().forward(x))
+        return y + nn.functional.l1_loss(y.detach()[:1], y.detach()[:2])
+
+
+def warned(engine: str | None, action: Any) -> list[list[str]]:
+    """What the forwards of three steps have warned of."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[Warns(WIDTH, WIDTH) for _ in range(4)])
+    if engine:
+        model = rotor.Checkpointable(model, engine=engine, mem_limit="60 KB", verbosity=0)
+    found = []
+    for module in (sys.modules[__name__], nn.functional):
+        vars(module).pop("__warningregistry__", None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter(action)
+        for _ in range(3):
+            said.clear()
+            y = model(torch.ones(64, WIDTH))
+            texts = [str(one.message)[:20] for one in said if one.category is UserWarning]
+            found.append(texts)
+            y.square().mean().backward()
+    return found
+
+
+@pytest.mark.parametrize("action", ["always", "default"])
+def test_warnings(action):
+    assert warned("chain", action) == warned(None, action)
+
+
+def test_a_trial_in_which_warnings_are_errors_runs():
+    def fails(engine: str | None) -> None:
+        with pytest.raises(UserWarning, match="of a layer"):
+            warned(engine, "error")
+
+    fails(None)
+    fails("chain")
+    model = nn.Sequential(Warns(WIDTH, WIDTH))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with trial(model, (), torch.device("cpu")):
+            model(torch.ones(2, WIDTH))
+        with pytest.raises(UserWarning, match="of a layer"):
+            model(torch.ones(2, WIDTH))
