@@ -157,6 +157,69 @@ def hooks_moved(tensor: torch.Tensor, newer: torch.Tensor) -> Iterator[None]:
         newer.register_hook(retain)
 
 
+class Retained:
+    """Gradients of results from which a graph inside a node computes others, for the caller.
+
+    By itself, the caller's tensor in `outer` would retain the part by its use outside alone. It
+    retains the gradient of the result in `inner` instead; `nodes` and `edges` are of that graph.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[Any],
+        edges: Sequence[Any],
+        inner: Iterable[torch.Tensor],
+        outer: Sequence[torch.Tensor],
+    ) -> None:
+        self._outer = [*map(weakref.ref, outer)]
+        self._before: dict[int, torch.Tensor | None] = {}
+        used = {edge for node in nodes for edge in node.next_functions} if len(outer) > 1 else ()
+        for k, (own, theirs) in enumerate(zip(inner, outer, strict=True)):
+            if own.retains_grad or own._backward_hooks or edges[k][:2] in used:
+                theirs.register_hook(self._noting(k, theirs._version))
+                if own.retains_grad:
+                    theirs.retain_grad()
+
+    def _noting(self, k: int, version: int) -> Any:
+        outer, before = self._outer[k], self._before
+
+        def note(_: torch.Tensor | None) -> None:
+            tensor = outer()
+            if tensor is not None and tensor.retains_grad and tensor._version == version:
+                before[k] = tensor.grad
+
+        return note
+
+    @contextmanager
+    def made(self, edges: Sequence[Any], prepare: Any) -> Iterator[None]:
+        """Have tensors retain what the backward inside makes, after a call of `prepare` with it."""
+        handles = []
+        while self._before:
+            k, before = self._before.popitem()
+            if (tensor := self._outer[k]()) is not None:
+                tensor.grad = before
+                handles.append(
+                    edges[k].node.register_prehook(_retaining(tensor, edges[k], prepare))
+                )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _retaining(tensor: torch.Tensor, edge: Any, prepare: Any) -> Any:
+    def retain(gradients: Sequence[torch.Tensor | None]) -> None:
+        gradient = gradients[edge.output_nr]
+        if gradient is not None:
+            form = {} if gradient.is_sparse else {"memory_format": torch.contiguous_format}
+            before = tensor.grad
+            tensor.grad = gradient.clone(**form) if before is None else before + gradient
+            prepare(tensor.grad)
+
+    return retain
+
+
 @contextmanager
 def reads_noted() -> Iterator[None]:
     """Have captures in the context note what the code of backwards and of tensors' hooks reads.

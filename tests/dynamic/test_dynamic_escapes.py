@@ -339,3 +339,71 @@ def test_all_readers_of_indices_and_lengths_are_known() -> None:
             unknown.append(name.removeprefix("aten::"))
     assert set(unknown) >= READ_BY_POINTER
     assert set(unknown) <= READ_BY_POINTER | BY_OPERATORS, sorted(unknown)
+
+
+class Activations(nn.Module):
+    """Model that keeps activations, which retain gradients from the forward on if `is_inside`."""
+
+    def __init__(self, watch: Callable[[torch.Tensor], Any], *, is_inside: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        self.watch, self.is_inside = watch, is_inside
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kept = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.kept.append(x)
+            if self.is_inside:
+                self.watch(x)
+        return x, self.kept[1]
+
+
+def _retain_and_scale(activation: torch.Tensor) -> None:
+    activation.retain_grad()
+    activation.register_hook(lambda gradient: gradient * 3)
+
+
+def _gradients_of_activations(model: Any, net: Activations) -> list[Any]:
+    torch.manual_seed(1)
+    found: list[Any] = []
+    for k in range(3):
+        y, second = model(torch.randn(48, 64))
+        if not net.is_inside:
+            for activation in net.kept:
+                activation.retain_grad()
+        (second.square().mean() + net.kept[3].sum()).backward(retain_graph=True)
+        if k == 1:
+            second.grad = None
+        net.zero_grad()
+        (y.square().mean() + second.mean()).backward()
+        assert second is net.kept[1]
+        found += [activation.grad for activation in net.kept]
+        found += [p.grad.clone() for p in net.parameters()]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+@pytest.mark.parametrize("limit", ["1MB", "280KiB"])
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("watch", [torch.Tensor.retain_grad, _retain_and_scale])
+def test_activations_retain_their_whole_gradients(watch, is_inside, limit):
+    torch.manual_seed(0)
+    plain = Activations(watch, is_inside=is_inside)
+    net = Activations(watch, is_inside=is_inside)
+    net.load_state_dict(plain.state_dict())
+    model = rotor.Checkpointable(net, mem_limit=limit, engine="dynamic")
+    found = _gradients_of_activations(model, net)
+    expected = _gradients_of_activations(plain, plain)
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_second_order_gradient_of_a_model_that_retains_some_is_refused_in_words():
+    net = Activations(torch.Tensor.retain_grad, is_inside=True)
+    model = rotor.Checkpointable(net, mem_limit="1MB", engine="dynamic")
+    x = torch.randn(48, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="one that retains its gradient: use the plain model"):
+        torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)

@@ -198,13 +198,15 @@ class BudgetedStep:
             asked = [theirs.get(id(mine), mine) for mine in self._asked]
             if rerun is not None:
                 everything = [id(t) for t in (*output_tensors(output), *self._attributes())]
-                if all(key in everything for key in unique):
+                if all(key in everything and not t.retains_grad for key, t in unique.items()):
                     self._rerun, self._theirs = rerun, asked
                     # A closure over the step would make a cycle, and free the step too late.
                     self._call = call
                     self._places_of_results = [everything.index(key) for key in unique]
             results = _Node.apply(self, *asked)
+            assert self._edges is not None
             self._mine = [*map(weakref.ref, results)]
+            self._retained = backwards.Retained(nodes, self._edges, unique.values(), results)
             given |= dict(zip(unique, results, strict=True))
         self._watch(value, [given.get(id(t), t) for t in found])
         others = [mine for mine in inner if any(mine is tensor for tensor in found)]
@@ -330,10 +332,11 @@ class BudgetedStep:
         if roots and rerun and rerun.is_wanted(gradients, repeats=self._edges is not None):
             made_again = rerun.gradients(self._results_again, gradients, self._theirs, self._mine)
             return [made_again.pop(id(tensor), None) for tensor in self._theirs]
-        if roots and torch.is_grad_enabled():
+        if roots and (torch.is_grad_enabled() or self._edges is None):
             raise RuntimeError(
-                "a backward with create_graph=True has to run the model's forward again, and does "
-                "not find all of its results there: use the plain model (chk.module)"
+                "a backward with create_graph=True, or after one without retain_graph=True, has to "
+                "run the model's forward again, and does not find all of its results there, or one "
+                "that retains its gradient: use the plain model (chk.module)"
             )
         asked = [leaf for leaf, need in zip(self._asked, needed, strict=True) if need]
         if not asked or not roots:
@@ -367,6 +370,7 @@ class BudgetedStep:
                 core.without_hooks(core.hooks_of(asked)),
                 additions,
                 self._arrivals,
+                self._retained.made(edges, self.session.pin),
                 self._running(),
             ):
                 made = torch.autograd.grad(
