@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "tell",
     "write_command_json",
     "write_json",
+    "write_stderr",
 ]
 
 
@@ -76,10 +78,16 @@ def show(text: str) -> None:
     Console(highlight=False, soft_wrap=True).print(styled)
 
 
+def write_stderr(text: str) -> None:
+    """Write to stderr, unless a script has closed it."""
+    with suppress(AttributeError, ValueError):
+        sys.stderr.write(text)
+
+
 def tell(arguments: argparse.Namespace, text: str, *, always: bool = False) -> None:
     """Write a line to stderr, on progress: unless ``--quiet`` is given; or always."""
     if always or not arguments.quiet:
-        sys.stderr.write(f"rotor: {text}\n")
+        write_stderr(f"rotor: {text}\n")
 
 
 def number(text: str) -> float:

@@ -33,6 +33,7 @@ from rotor.commands import (
     report,
     run,
     simulate,
+    write_stderr,
 )
 
 __all__ = ["main"]
@@ -127,7 +128,7 @@ def _line(error: BaseException) -> str:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(f"rotor: {text}\n")
+    write_stderr(f"rotor: {text}\n")
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import devices, optimizers
-from rotor.commands import tell, write_command_json
+from rotor.commands import tell, write_command_json, write_stderr
 from rotor.common.frames import release
 from rotor.common.modes import Modes
 from rotor.common.tensor_trees import output_tensors, tree_tensors
@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
     if own and not arguments.debug:
         tell(arguments, f"error: {_first_line(error)}", always=True)
         return _USAGE
-    traceback.print_exception(type(error), error, _of_script(error.__traceback__))
+    trace = _of_script(error.__traceback__)
+    write_stderr("".join(traceback.format_exception(type(error), error, trace)))
     return code
 
 
@@ -101,7 +102,7 @@ def _run_main(arguments: argparse.Namespace) -> None:
 def _exit_code(ended: SystemExit) -> int:
     if ended.code is None or isinstance(ended.code, int):
         return ended.code or 0
-    sys.stderr.write(f"{ended.code}\n")
+    write_stderr(f"{ended.code}\n")
     return _FAILED
 
 
@@ -298,7 +299,7 @@ class _Watcher:
             if room is not None:
                 self._tell(f"{room.latest}")
             self._tell(f"{needs}; within {shown} it costs {cost:+.0%}: add this line{self._hint}")
-            sys.stderr.write(f"    {line}\n")
+            write_stderr(f"    {line}\n")
             if not self._name:
                 kind = type(self._module).__name__
                 self._tell(f"(no variable was found that holds the {kind}: it is named model here)")

@@ -57,14 +57,18 @@ def is_raised_by_caller(error: BaseException) -> bool:
 
 
 def warn_caller(text: str, category: type[Warning]) -> None:
-    """Warn at the line of the caller's own code: the innermost one outside of libraries."""
+    """Warn at the line of the caller's own code: the innermost one outside of libraries.
+
+    Where stderr is closed, as in a daemon, nothing is shown.
+    """
     frame, level, found = sys._getframe(1), 2, 2
     while frame is not None:
         if not (_is_ours(frame.f_code) or _is_library(frame.f_code)):
             found = level
             break
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    warnings.warn(text, category, stacklevel=found)
+    with contextlib.suppress(ValueError):
+        warnings.warn(text, category, stacklevel=found)
 
 
 def reported(error: BaseException) -> str:

@@ -74,7 +74,8 @@ class Progress:
 
 def _terminal_bar() -> Any:
     """Return a bar on stderr; None if it could not be seen or drawn."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    stream = sys.stderr
+    if stream is None or getattr(stream, "closed", False) or not stream.isatty():
         return None
     try:
         from rich.console import Console

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from rotor._pytorch import devices, dispatch
+from rotor.common.frames import warn_caller
 from rotor.dtr.guard import guarded
 from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Observer
@@ -226,12 +226,11 @@ def _eager() -> Iterator[None]:
                 "within rotor.dtr.budget: compiled kernels would read what is evicted. Write it "
                 "as Python's if or for, or leave it to the graph engine of rotor.Checkpointable"
             )
-        warnings.warn(
+        warn_caller(
             "torch.compile within rotor.dtr.budget: compiled kernels would read what is evicted, "
             "so the function is left as it is written, after the budget too. Compile it before, "
             "for use outside, or use rotor.Checkpointable",
             MemoryLimitWarning,
-            stacklevel=2,
         )
         return (lambda function: function) if model is None else model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def _begin(level: int) -> None:
     with _lock:
         if not _levels:
             _before = logger.level
-            if not logger.hasHandlers():
+            if not logger.hasHandlers() and not getattr(sys.stderr, "closed", False):
                 _handler = logging.StreamHandler()
                 logger.addHandler(_handler)
         _levels.append(level)

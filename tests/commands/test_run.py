@@ -294,6 +294,17 @@ def test_a_module_within_another_gets_its_line_where_it_is_made(capsys, base):
     assert "after line 7 of within.py" in err
 
 
+@pytest.mark.parametrize("end", ["sys.stderr.close()", "sys.stderr = None"])
+@pytest.mark.parametrize("options", [["--watch"], ["--limit", "1MiB"]])
+def test_a_script_may_close_stderr(end, options, monkeypatch):
+    made = "net, data = (Net(), torch.randn(512, 32))"
+    Path("closes.py").write_text(SCRIPT.replace(made, f"{made}\n{end}"), encoding="utf-8")
+    command = [sys.executable, "-m", "rotor", "run", *options, "closes.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_a_script_finds_itself_from_another_folder(capsys, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("import os\nos.chdir('/')\nprint(os.path.isfile(__file__))")
     monkeypatch.chdir(tmp_path)

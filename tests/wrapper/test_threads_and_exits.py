@@ -230,3 +230,25 @@ def test_a_program_that_ends_before_its_backward_ends_as_without_a_limit(end):
     command = [sys.executable, "-W", "ignore", "-c", MODEL + textwrap.dedent(end), engine]
     child = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert child.returncode == ENDS[end], child.stderr
+
+
+WITHOUT_STDERR = """
+import sys, torch, rotor
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+model = rotor.Checkpointable(model, mem_limit="700 KB", verbosity=1)
+{end}
+for _ in range(2):
+    y = model(torch.randn(512, 64))
+    (y.exp() * y.sin() * y.cos()).softmax(0).sum().backward()
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.stderr.close()", "sys.stderr = None"])
+def test_lines_and_warnings_that_cannot_be_shown_fail_nothing(end):
+    """As in a daemon: a loss that needs more than the limit is warned of."""
+    command = [sys.executable, "-c", WITHOUT_STDERR.format(end=end)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert child.stdout == "trained\n", child.stderr
