@@ -22,6 +22,16 @@ _TEXT = re.compile(
 _EXPECTED = 'expected a positive number of bytes, or text such as "700MiB" or "8 GB"'
 
 
+def check_count(value: object, name: str, lowest: int, largest: int = (1 << 62)) -> int:
+    """Return a whole number within bounds, or an error that says which."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    number = int(value)
+    if not lowest <= number <= largest:
+        raise ValueError(f"{name} = {value}, expected a whole number from {lowest} to {largest}")
+    return number
+
+
 def parse_bytes(value: object, name: str = "mem_limit") -> int:
     """Return a number of bytes, given as a number or as text.
 

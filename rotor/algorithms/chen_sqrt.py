@@ -19,6 +19,8 @@ from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
+
 from rotor.algorithms._candidates import CandidateAlgorithm
 from rotor.algorithms.sequence import Sequence
 from rotor.chain import Chain
@@ -51,10 +53,10 @@ class ChenSqrt(CandidateAlgorithm):
             if segments != "sqrt":
                 raise ValueError(f'segments must be a number, "sqrt" or None, got {segments!r}')
         elif segments is not None and (
-            isinstance(segments, bool) or not isinstance(segments, int) or segments < 1
+            isinstance(segments, bool) or not isinstance(segments, int | np.integer) or segments < 1
         ):
             raise ValueError(f"segments must be at least 1, got {segments!r}")
-        self.segments = segments
+        self.segments = int(segments) if isinstance(segments, np.integer) else segments
 
     def schedules(self, chain: Chain) -> list[Callable[[], Sequence]]:
         """Return a schedule for each allowed number of segments."""

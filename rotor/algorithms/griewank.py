@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
+
 from rotor import _core
 from rotor.algorithms._candidates import CandidateAlgorithm
 from rotor.algorithms.sequence import Sequence
@@ -48,10 +50,12 @@ class Griewank(CandidateAlgorithm):
 
     def __init__(self, checkpoints: int | None = None) -> None:
         if checkpoints is not None and (
-            isinstance(checkpoints, bool) or not isinstance(checkpoints, int) or checkpoints < 0
+            isinstance(checkpoints, bool)
+            or not isinstance(checkpoints, int | np.integer)
+            or checkpoints < 0
         ):
             raise ValueError(f"checkpoints must be a number of at least 0, got {checkpoints!r}")
-        self.checkpoints = checkpoints
+        self.checkpoints = None if checkpoints is None else int(checkpoints)
 
     def schedules(self, chain: Chain) -> list[Callable[[], Sequence]]:
         """Return Revolve's schedule for each allowed number of checkpoints."""

@@ -40,7 +40,9 @@ def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
 
 
 def refuse_unsuited_modules(model: nn.Module) -> None:
-    """Raise TypeError if a part of the model is a DistributedDataParallel, or all is a script."""
+    """Raise TypeError for no module, a script, or a DistributedDataParallel in the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "the model is a script of torch.jit, whose forward is not Python: give the module from "

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rotor import _core
 from rotor._pytorch import devices, dispatch
 from rotor.common.frames import warn_caller
 from rotor.dtr.guard import guarded
@@ -68,6 +69,15 @@ def _bytes_of_limit(limit: int | str | float | None) -> int | None:
     if limit is None or (isinstance(limit, float) and math.isinf(limit) and limit > 0):
         return None
     return parse_bytes(limit)
+
+
+def check_heuristic(name: object) -> None:
+    """Raise ValueError if a name is that of no heuristic of the C core."""
+    if name not in [known for known, _ in _core.heuristics()]:
+        raise ValueError(
+            f"unknown heuristic {name!r}, expected a name of rotor.simrd.heuristics.names(), such "
+            "as DTR or LRU"
+        )
 
 
 @contextmanager
@@ -175,6 +185,7 @@ def budget(
         raise ValueError(f'verify={verify!r}, expected "always" or "off"')
     if current() is not None:
         raise RuntimeError(_NESTED)
+    check_heuristic(heuristic)
     most = _bytes_of_limit(limit)
     session = Session(
         most if total_limit is None else step_limit(found, most, total_limit),

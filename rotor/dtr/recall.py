@@ -382,7 +382,7 @@ class Recall:
         return BudgetError(
             f"the budget of {exact_bytes(self.limit or 0)} is too small: the next operation needs "
             f"{exact_bytes(nbytes)} beside {exact_bytes(current)} that cannot be evicted "
-            f"({len(kept)} storages, the largest "
+            f"({len(kept)} storages{', the largest ' if kept else ''}"
             f"{named}{outside}){tier}; a budget of {exact_bytes(minimum)} gets past this operation",
             minimum,
             max(nbytes, wished // 2),

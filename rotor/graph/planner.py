@@ -17,7 +17,7 @@ from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.peaks import peak_of
 from rotor.graph.program import Program
-from rotor.units import exact_bytes, parse_bytes
+from rotor.units import check_count, exact_bytes, parse_bytes
 
 OPTIONS = ("effort", "seed", "time_limit")
 """Names of the options of `plan`."""
@@ -27,7 +27,8 @@ _EFFORTS = {"fast": (0, 12_000), "default": (100, 300_000)}
 _CURVE_EFFORTS = {"fast": (0, 1_500), "default": (4, 12_000)}
 _UNIT = (10, 10_000)
 _MOST_RUNS = 300
-_MOST_POINTS = 10_000
+MOST_POINTS = 10_000
+"""Most points of a curve."""
 _LARGEST_EFFORT = 1_000_000
 _MOST_LEAST = 64
 _Link = tuple[float, float, int, bool, int, int, int]
@@ -44,6 +45,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             "rotor.graph.plan"
         )
     _effort(options.get("effort", "default"), _EFFORTS)
+    _limit_ns(options.get("time_limit"))
+    _seed(options.get("seed", 0))
 
 
 def _effort(effort: str | int, named: dict[str, tuple[int, int]]) -> tuple[int, int]:
@@ -256,10 +259,7 @@ def curve(
     """
     if link is not None:
         graph.require_plain("a curve with a second tier")
-    if isinstance(points, bool) or not isinstance(points, int):
-        raise TypeError(f"points must be a whole number, got {points!r}")
-    if not 1 <= points <= _MOST_POINTS:
-        raise ValueError(f"points = {points}, expected 1 to {_MOST_POINTS}")
+    points = check_count(points, "points", 1, MOST_POINTS)
     runs, moves = _effort(effort, _CURVE_EFFORTS)
     found, least = graph.core.curve(
         points, runs, moves, _seed(seed), _limit_ns(time_limit), progress, _tier(link)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rotor import _core
 from rotor.simrd.heuristics import HeuristicLike
 from rotor.simrd.results import Failure, LockedSet
-from rotor.simrd.settings import check_count, forwarded, make_settings
+from rotor.simrd.settings import forwarded, make_settings
 from rotor.simrd.simulate import failure_of, locked_set
-from rotor.units import parse_bytes
+from rotor.units import check_count, parse_bytes
 
 __all__ = ["Interactive"]
 

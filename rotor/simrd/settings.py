@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 from rotor import _core
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.heuristics import HeuristicLike
+from rotor.units import check_count
 
 __all__ = [
     "MAX_EVENTS",
     "Baseline",
     "Settings",
-    "check_count",
     "check_flag",
     "compute_baseline",
     "forwarded",
@@ -101,16 +100,6 @@ class Settings:
 def forwarded(path: str, text: str) -> Any:
     """Return a property with a docstring that reads an attribute by its path, of the C core."""
     return property(operator.attrgetter(path), doc=text)
-
-
-def check_count(value: object, name: str, lowest: int, largest: int = (1 << 62)) -> int:
-    """Return a whole number within bounds, or an error that says which."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    number = int(value)
-    if not lowest <= number <= largest:
-        raise ValueError(f"{name} = {value}, expected a whole number from {lowest} to {largest}")
-    return number
 
 
 def check_flag(value: object, name: str) -> bool:

@@ -35,7 +35,9 @@ from rotor.wrapper.setting import (
     check_backend,
     check_names,
     checked_limit,
+    checked_loss,
     checked_loss_bytes,
+    checked_verbosity,
     plan_anew,
 )
 from rotor.wrapper.transparent import ShownForward, own_call_of, shown
@@ -180,7 +182,7 @@ class Checkpointable(ReportingModule):
     mem_limit = Setting(checked_limit, plan_anew, "present_limit")
     total_limit = Setting(checked_total, plan_anew)
     mem_slots = Setting(checked_slots, plan_anew, "shown_slots")
-    verbosity = Setting(int)
+    verbosity = Setting(checked_verbosity)
     preserve_rng_state = Setting()
     loss_tmp_memory_usage = Setting(checked_loss_bytes, plan_anew)
     engine = Setting()
@@ -218,23 +220,21 @@ class Checkpointable(ReportingModule):
         total_limit: int | str | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+        refuse_unsuited_modules(model)
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}, expected one of {', '.join(ENGINES)}")
         check_backend(backend, engine, model)
         check_names(options, [*inspect.signature(Checkpointable.__init__).parameters][2:-1])
-        refuse_unsuited_modules(model)
         settings = self._settings_class(
             model,
             mem_limit=checked_limit(mem_limit),
             total_limit=checked_total(total_limit),
             mem_slots=None if mem_slots is None else checked_slots(mem_slots),
-            verbosity=verbosity,
+            verbosity=checked_verbosity(verbosity),
             preserve_rng_state=preserve_rng_state,
             loss_tmp_memory_usage=checked_loss_bytes(loss_tmp_memory_usage),
             engine=engine,
-            loss_fn=loss_fn,
+            loss_fn=checked_loss(loss_fn),
             profile=profile,
             backend=backend,
             verify=checked_verify(verify),

@@ -41,9 +41,10 @@ from rotor.engines.contract import (
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.peers import Alone, Peers, SharingRanks
 from rotor.errors import InfeasibleError
+from rotor.graph.planner import MOST_POINTS
 from rotor.meter import allocator, watch
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
-from rotor.units import exact_bytes, format_bytes
+from rotor.units import check_count, exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
 from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, planning
 from rotor.wrapper.caches import CacheRule
@@ -380,7 +381,7 @@ class Driver:
 
     def curve(self, points: int, *, training: bool) -> tuple[Curve, torch.device]:
         """Return step time against limit by the latest measure, and the device of the steps."""
-        engine = self.engines[0]
+        points, engine = check_count(points, "points", 1, MOST_POINTS), self.engines[0]
         key = self.context.measured_key() if engine.plans_ahead else Key(None, None)
         if key.measured is not None:
             engine = self.order.of(key)

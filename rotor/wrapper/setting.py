@@ -18,7 +18,7 @@ from rotor.engines.peers import Peers, SharingRanks
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
 from rotor.tier.state import AwayState
 from rotor.tier.weights import Weights
-from rotor.units import parse_bytes
+from rotor.units import check_count, parse_bytes
 
 BACKENDS = ("fx", "inductor", "auto")
 """Accepted values of ``backend=``."""
@@ -107,6 +107,19 @@ def checked_limit(limit: int | str | None) -> int | None:
 def checked_loss_bytes(size: int | str) -> int:
     """Return the bytes that the loss needs; 0 where they are not known."""
     return parse_bytes(size, name="loss_tmp_memory_usage") if size else 0
+
+
+def checked_loss(loss_fn: Any) -> Any:
+    """Return a loss that can be called, or ``None``; TypeError for anything else."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of the output, got {loss_fn!r}")
+    return loss_fn
+
+
+def checked_verbosity(verbosity: Any) -> int:
+    """Return a level of messages; TypeError if it is no whole number."""
+    given = int(verbosity) if isinstance(verbosity, bool) else verbosity
+    return check_count(given, "verbosity", -9, 9)
 
 
 def choose(engine: Engine, algo: Any, options: dict[str, Any]) -> None:

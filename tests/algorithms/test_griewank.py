@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from oracles import griewank as oracle
@@ -153,6 +154,7 @@ def test_what_they_refuse() -> None:
     fixed = Griewank(checkpoints=2)
     assert fixed.solve(chain, "1 kB") == revolve_sequence(chain, 2)
     assert repr(fixed) == "Griewank(checkpoints=2)"
+    assert repr(Griewank(np.int64(2))) == "Griewank(checkpoints=2)"
     assert Griewank(checkpoints=99).solve(chain, "1 kB") == revolve_sequence(chain, 4)
 
 

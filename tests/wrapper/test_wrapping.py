@@ -164,6 +164,30 @@ def test_wrong_options():
         chk(images(), targets=(1,))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("verbosity", "loud", "verbosity must be a whole number"),
+        ("verbosity", None, "verbosity must be a whole number"),
+        ("seed", "x", "seed must be a whole number"),
+        ("time_limit", -1, "time_limit = -1, expected more than 0 seconds"),
+        ("loss_fn", 5, "loss_fn must be a function"),
+        ("heuristic", "lru", "unknown heuristic 'lru', expected a name of"),
+    ],
+)
+def test_options_are_checked_before_a_step(option, value, words):
+    engine = "dynamic" if option == "heuristic" else "auto"
+    with pytest.raises((TypeError, ValueError), match=words):
+        rotor.Checkpointable(conv_net(), mem_limit="1MiB", engine=engine, **{option: value})
+
+
+@pytest.mark.parametrize("points", [-5, 0, 1.5, "a", float("nan")])
+def test_points_of_a_chains_curve(points):
+    chk = rotor.Checkpointable(conv_net(), images())
+    with pytest.raises((TypeError, ValueError), match="points"):
+        chk.curve(points)
+
+
 def test_a_limit_in_the_place_of_the_sample_is_asked_about():
     for model in (conv_net(), nn.Linear(2, 2)):
         for given in ("1MiB", 1 << 20):

@@ -22,6 +22,7 @@ from rotor.common.accounting import (
 )
 from rotor.common.checksums import NO_ROOM, is_verified
 from rotor.common.timeline import Timeline
+from rotor.dtr.context import check_heuristic
 from rotor.dtr.recall import Stats
 from rotor.dtr.repeating import verifying_bytes
 from rotor.dtr.stepping import Unknown, learn_needs
@@ -250,10 +251,11 @@ def _without_parts(timeline: Timeline | None) -> Timeline | None:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError for an option that `rotor.dtr.budget` does not take."""
+    """Raise TypeError or ValueError for an option that `rotor.dtr.budget` does not take."""
     for name in options:
         if name not in OPTIONS:
             raise TypeError(
                 f"unknown option {name!r}, expected one of {', '.join(sorted(OPTIONS))} of "
                 "rotor.dtr.budget"
             )
+    check_heuristic(options.get("heuristic", _DEFAULTS["heuristic"]))
