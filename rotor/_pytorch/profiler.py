@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import os
 import sys
@@ -38,6 +39,21 @@ def profiler_in_use() -> bool:
         and candidate.kineto_results is None
         for candidate in gc.get_objects()
     )
+
+
+@functools.cache
+def _let_forks_end() -> None:
+    """Have processes that are forked from now on end: Kineto would join a thread they lack."""
+    os.register_at_fork(after_in_child=_end_after_python)
+
+
+def _end_after_python() -> None:
+    """Have this process end without the destructors of C++, once Python has ended."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit") and hasattr(libc, "fcloseall"):
+        # The last one of these is called first; streams of C are written out.
+        libc.on_exit(libc._exit, None)
+        libc.__cxa_atexit(libc.fcloseall, None, None)
 
 
 class Mark(NamedTuple):
@@ -290,6 +306,7 @@ class AllocationTrace:
             "",
         )
         activities = {profiler.ProfilerActivity.CPU}
+        _let_forks_end()
         # Kineto reads this at its first use, and otherwise reports every start and stop.
         quiet = "KINETO_LOG_LEVEL" not in os.environ
         if quiet:

@@ -219,6 +219,13 @@ ENDS = {
     "threading.Thread(target=f, daemon=True).start(); e.wait(); sys.exit(6)": 6,
     "import multiprocessing; p = multiprocessing.get_context('fork').Process("
     "target=torch.randn, args=(4,)); p.start(); p.join(); sys.exit(p.exitcode + 7)": 7,
+    **{
+        f"{before}\nimport ctypes, signal\nif os.fork() == 0:\n"
+        f"    signal.alarm(20); ctypes.CDLL(None).printf(b'C ends'); {end}\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 8)": code + 8
+        for before in ("", "y.sum().backward(); del y")
+        for end, code in {"sys.exit(3)": 3, "raise ValueError": 1}.items()
+    },
     "d = torch.utils.data.DataLoader(range(4), num_workers=1, multiprocessing_context='fork')\n"
     "assert len(list(d)) == 4; y.sum().backward(); sys.exit(8)": 8,
 }
@@ -230,6 +237,7 @@ def test_a_program_that_ends_before_its_backward_ends_as_without_a_limit(end):
     command = [sys.executable, "-W", "ignore", "-c", MODEL + textwrap.dedent(end), engine]
     child = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert child.returncode == ENDS[end], child.stderr
+    assert child.stdout == ("C ends" if "printf" in end else "")
 
 
 WITHOUT_STDERR = """
