@@ -163,6 +163,16 @@ class Backward(NamedTuple):
 _backwards: list[Backward] = []
 
 
+def running_backwards() -> list[Backward]:
+    """Return the backwards that run, as far as they are watched."""
+    return list(_backwards)
+
+
+def in_nested_backward(earlier: Sequence[Backward]) -> bool:
+    """Return whether a backward may run within the one that began after these."""
+    return sum(all(this is not other for other in earlier) for this in _backwards) > 1
+
+
 _waiting: dict[tuple[int, str], Callable[[], object]] = {}
 
 

@@ -377,3 +377,50 @@ assert watched() is None
 
 def test_the_first_model_of_a_process_is_freed() -> None:
     subprocess.run([sys.executable, "-c", FIRST_OF_A_PROCESS], check=True, timeout=300)
+
+
+class Penalised(torch.autograd.Function):
+    """Identity whose backward differentiates a function of a weight by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.weight = x.detach(), weight
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            total = (ctx.x @ ctx.weight.t()).tanh().sum()
+        (own,) = torch.autograd.grad(total, ctx.weight)
+        return gradient + own.sum() / 1000, None
+
+
+class WithPenalty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Penalised.apply(torch.tanh(self.first(x)), self.last.weight))
+
+
+def check_accumulated(net: nn.Module, **options: Any) -> None:
+    plain = copy.deepcopy(net)
+    model = rotor.Checkpointable(net, mem_limit="1MB", engine="dynamic", **options)
+    for k in range(4):
+        x = torch.randn(40, 32)
+        for other in (plain, model):
+            if k == 2:
+                other.zero_grad()
+            loss = other(x).square().mean()
+            loss.backward(retain_graph=k == 3)
+            if k == 3:
+                loss.backward()
+        for mine, expected in zip(net.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, expected.grad)
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_gradients_that_code_of_a_backward_asks_for_are_added_to_none(verify: str) -> None:
+    torch.manual_seed(0)
+    check_accumulated(WithPenalty(), verify=verify)

@@ -96,6 +96,7 @@ class Additions:
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._hooks: list[Any] = []
         self._taken: set[int] = set()
+        self._earlier: list[dispatch.Backward] = []
         self.added = 0
         """Number of added gradients."""
         found = [leaf for leaf in leaves if _exists(leaf) and (core.is_away(leaf) or not is_trial)]
@@ -109,6 +110,7 @@ class Additions:
         return not all(core.is_away(gradient) for _, gradient in self._held)
 
     def __enter__(self) -> Self:
+        self._earlier = dispatch.running_backwards()
         for leaf in self._leaves:
             self._hooks.append(leaf.register_hook(self._taker(leaf)))
         return self
@@ -117,10 +119,12 @@ class Additions:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._earlier.clear()
 
     def _taker(self, leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         def take(gradient: torch.Tensor) -> torch.Tensor:
-            if not _fits(leaf, gradient):
+            # Code of the backward may ask for a gradient of its own.
+            if not _fits(leaf, gradient) or dispatch.in_nested_backward(self._earlier):
                 return gradient
             if self._waits or isinstance(leaf, AwayTensor):
                 self._prepare(gradient)
