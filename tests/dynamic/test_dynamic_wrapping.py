@@ -406,7 +406,7 @@ class WithPenalty(nn.Module):
 
 def check_accumulated(net: nn.Module, **options: Any) -> None:
     plain = copy.deepcopy(net)
-    model = rotor.Checkpointable(net, mem_limit="1MB", engine="dynamic", **options)
+    model = rotor.Checkpointable(net, **{"mem_limit": "1MB", "engine": "dynamic"} | options)
     for k in range(4):
         x = torch.randn(40, 32)
         for other in (plain, model):
@@ -424,3 +424,62 @@ def check_accumulated(net: nn.Module, **options: Any) -> None:
 def test_gradients_that_code_of_a_backward_asks_for_are_added_to_none(verify: str) -> None:
     torch.manual_seed(0)
     check_accumulated(WithPenalty(), verify=verify)
+
+
+class Equilibrium(nn.Module):
+    """Fixed point of a layer, whose hook solves for the gradient with a graph of the forward."""
+
+    def __init__(self, solve: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.given, self.last = nn.Linear(48, 48), nn.Linear(32, 48), nn.Linear(48, 8)
+        self.solve = solve
+        self.graph: list[torch.Tensor] = []
+
+    def layer(self, z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(z) + self.given(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            z = torch.zeros(x.shape[0], 48)
+            for _ in range(4):
+                z = self.layer(z, x)
+        z = self.layer(z, x)
+        start = z.detach().clone().requires_grad_()
+        after = self.layer(start, x)
+        self.graph = [after, start]
+        z.register_hook(lambda gradient: self.solve(self, after, start, gradient))
+        return self.last(z)
+
+
+def series(
+    net: Equilibrium, after: torch.Tensor, start: torch.Tensor, given: torch.Tensor
+) -> torch.Tensor:
+    total = given
+    for _ in range(4):
+        total = torch.autograd.grad(after, start, total, retain_graph=True)[0] + given
+    return total
+
+
+def of_attributes(net: Equilibrium, _: Any, __: Any, given: torch.Tensor) -> torch.Tensor:
+    return series(net, *net.graph, given)
+
+
+def with_a_weight(
+    net: Equilibrium, after: torch.Tensor, start: torch.Tensor, given: torch.Tensor
+) -> torch.Tensor:
+    wanted = (start, net.inner.weight)
+    own, weight = torch.autograd.grad(after, wanted, given, retain_graph=True)
+    return own + given + weight.sum() / 1000
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+@pytest.mark.parametrize("solve", [series, of_attributes, with_a_weight])
+def test_a_hook_differentiates_a_graph_of_the_forward(solve: Any, verify: str) -> None:
+    torch.manual_seed(0)
+    check_accumulated(Equilibrium(solve), verify=verify)
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_the_automatic_engine_trains_an_equilibrium() -> None:
+    torch.manual_seed(0)
+    check_accumulated(Equilibrium(series), engine="auto")

@@ -320,6 +320,11 @@ class BudgetedStep:
         already and did not keep the graph, a tensor that the recomputation needs was written to
         since the forward, or this is part of another step's backward.
         """
+        if current() is self.session:  # A hook inside, say, differentiates values kept elsewhere.
+            asked = list(filter(backwards.is_asked_for, self._asked))
+            own = self._made(gradients, asked, keeps=core.keeps_graph())
+            by_leaf = dict(zip(map(id, asked), own, strict=True))
+            return [by_leaf.get(id(leaf)) for leaf in self._asked]
         if current() is not None:
             raise RuntimeError(
                 "a forward of the dynamic engine has read a result of an earlier one from a global "
@@ -373,13 +378,7 @@ class BudgetedStep:
                 self._retained.made(edges, self.session.pin),
                 self._running(),
             ):
-                made = torch.autograd.grad(
-                    [edges[k] for k in roots],
-                    asked,
-                    [gradients[k] for k in roots],
-                    retain_graph=keeps,
-                    allow_unused=True,
-                )
+                made = self._made(gradients, asked, keeps=keeps)
             for gradient in made:
                 if gradient is not None and not is_batched:
                     self.session.pin(gradient)
@@ -401,6 +400,13 @@ class BudgetedStep:
             self.release()
         following = iter(found)
         return [next(following) if need else None for need in needed]
+
+    def _made(
+        self, gradients: Sequence[torch.Tensor | None], asked: list[torch.Tensor], *, keeps: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        edges = [e for e, g in zip(self._edges or [], gradients, strict=True) if g is not None]
+        given = [g for g in gradients if g is not None]
+        return torch.autograd.grad(edges, asked, given, retain_graph=keeps, allow_unused=True)
 
     def _additions_to(self, leaves: list[torch.Tensor]) -> Additions:
         """Return early additions to existing gradients; in a proved step as late as possible."""
