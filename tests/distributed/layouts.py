@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -402,7 +404,6 @@ def flat_pairs() -> nn.Module:
 LAYOUTS = {
     "tp": Layout(lambda: split(Net(blocks()), whole_mesh())),
     "tp_aside": Layout(lambda: split(Aside(blocks()), whole_mesh()), loss=lambda y: squares(y[0])),
-    "tp_transformers": Layout(split_by_transformers, loss=loss_of_words, words=WORDS),
     "tp_graph": Layout(lambda: split(Net(blocks()), whole_mesh()), "graph"),
     "tp_dropout": Layout(lambda: split(Net(blocks(0.1)), whole_mesh())),
     "tp_sequential": Layout(lambda: split(nn.Sequential(*blocks()), whole_mesh())),
@@ -427,9 +428,6 @@ LAYOUTS = {
     "summed_sequential": Layout(lambda: nn.Sequential(*summing())),
     "summed_dynamic": Layout(lambda: Net(summing()), "dynamic"),
     "fsdp": Layout(plain_sharded, same_batch=False),
-    "fsdp_accelerate": Layout(
-        sharded_by_accelerate, loss=loss_of_words, same_batch=False, words=WORDS
-    ),
     "fsdp_root_without_parameters": Layout(rootless, same_batch=False),
     "fsdp_pairs": Layout(shared_pairs, same_batch=False),
     "fsdp_pairs_of_stages": Layout(pairs_of_stages, same_batch=False),
@@ -441,3 +439,9 @@ LAYOUTS = {
         lambda: both(nn.Sequential(*blocks()), units=lambda net: net), processes=4
     ),
 }
+if all(map(find_spec, ("accelerate", "torchvision", "transformers"))):
+    words = partial(Layout, loss=loss_of_words, words=WORDS)
+    LAYOUTS |= {
+        "tp_transformers": words(split_by_transformers),
+        "fsdp_accelerate": words(sharded_by_accelerate, same_batch=False),
+    }
