@@ -61,6 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
     offload = offload_of(arguments)
     if arguments.offload_state:
         offload["offload_state"] = True
+    if arguments.json not in (None, "-"):  # The script may change its folder.
+        arguments.json = str(Path(arguments.json).absolute())
     from rotor.commands import script
 
     limits = {"mem_limit": limit, "total_limit": total, **offload} if is_limited else {}

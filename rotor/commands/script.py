@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
     watcher = _Watcher(arguments, limits)
     error: BaseException | None = None
     try:
-        with OutermostCalls(watcher.call) as calls:
+        with OutermostCalls(watcher.call, in_any_thread=True) as calls:
             watcher.stop = calls.stop
             _run_main(arguments)
         code = 0
@@ -79,6 +79,9 @@ def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
         tell(arguments, f"error: {_first_line(error)}", always=True)
         return _USAGE
     trace = _of_script(error.__traceback__)
+    if trace is None and arguments.is_module and isinstance(error, ImportError):
+        tell(arguments, f"error: {_first_line(error)}", always=True)
+        return _USAGE
     write_stderr("".join(traceback.format_exception(type(error), error, trace)))
     return code
 
@@ -111,14 +114,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the part of a traceback that begins in the script."""
+    """Return the part of a traceback that begins in the script, if it has begun."""
     found = trace
     while found is not None:
         name = found.tb_frame.f_code.co_filename
         if not (name.startswith(_OWN) or "runpy" in name):
             return found
         found = found.tb_next
-    return trace
+    return None
 
 
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))

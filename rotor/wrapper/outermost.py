@@ -33,23 +33,25 @@ class OutermostCalls:
     """Context in which a handler makes the outermost calls of modules that train.
 
     A call counts if the module is in training mode, gradients are enabled, and one of its
-    parameters needs one. Calls within the handler, and in other threads, are plain.
+    parameters needs one. Calls within the handler, and in other threads, are plain; if
+    `in_any_thread`, the thread is the one that makes the first such call.
     """
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, *, in_any_thread: bool = False) -> None:
         self._handler = handler
+        self._in_any_thread = in_any_thread
         self._plain: Any = None
-        self._thread = 0
+        self._thread: int | None = None
         self._is_busy = False
 
     def __enter__(self) -> Self:
         self._plain = plain = nn.Module.__call__
-        self._thread = threading.get_ident()
+        self._thread = None if self._in_any_thread else threading.get_ident()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._plain is None or not self._is_outermost(module):
                 return plain(module, *args, **kwargs)
-            self._is_busy = True
+            self._is_busy, self._thread = True, threading.get_ident()
             try:
                 return self._handler(module, plain, args, kwargs)
             finally:
@@ -70,7 +72,7 @@ class OutermostCalls:
     def _is_outermost(self, module: nn.Module) -> bool:
         return (
             not self._is_busy
-            and threading.get_ident() == self._thread
+            and self._thread in (None, threading.get_ident())
             and module.training
             and torch.is_grad_enabled()
             and not core.in_backward()

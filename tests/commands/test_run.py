@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -303,6 +304,52 @@ def test_a_script_may_close_stderr(end, options, monkeypatch):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("options", [["--watch"], ["--limit", "640KiB"]])
+def test_a_script_may_train_in_a_thread(options, capsys):
+    begin, loop = SCRIPT.split("for step in ")
+    lines = f"for step in {loop.split('sys.exit')[0]}".splitlines(keepends=True)
+    text = f"{begin}\ndef train():\n    {'    '.join(lines)}\nimport threading\n"
+    text += "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\n"
+    Path("threads.py").write_text(text, encoding="utf-8")
+    code, out, err = run(capsys, *options, "threads.py")
+    plain = subprocess.run([sys.executable, "threads.py"], capture_output=True, text=True)
+    assert (code, out) == (0, plain.stdout)
+    said = "this step needs" if options == ["--watch"] else "the metered step peaked at"
+    assert said in err
+    assert "no module trained" not in err
+
+
+@pytest.mark.parametrize("options", [["--watch"], ["--limit", "640KiB"]])
+def test_files_are_those_of_the_folder_in_which_the_command_begins(options, capsys):
+    begin, loop = SCRIPT.split("torch.manual_seed(0)")
+    text = f"{begin}import os\nos.mkdir('sub')\nos.chdir('sub')\ntorch.manual_seed(0){loop}"
+    Path("moves.py").write_text(text, encoding="utf-8")
+    Path("values").mkdir()
+    tier = [] if options == ["--watch"] else ["--offload", "disk:values", "--offload-state"]
+    folder = Path.cwd()
+    try:
+        code, _, err = run(capsys, *options, *tier, "--json", "out.json", "moves.py")
+    finally:
+        os.chdir(folder)
+    assert code == 0, err
+    assert json.loads(Path("out.json").read_text(encoding="utf-8"))["script"] == "moves.py"
+
+
+@pytest.mark.parametrize("name", ["not_there", "not_there.train", "json.not_there"])
+def test_a_module_that_is_not_there_is_one_line(name, capsys):
+    code, _, err = run(capsys, "-m", name)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "o module named" in err
+
+
+def test_a_syntax_error_has_no_frames_of_ours(capsys):
+    Path("wrong.py").write_text("x = 1\ndef\n", encoding="utf-8")
+    plain = subprocess.run([sys.executable, "wrong.py"], capture_output=True, text=True)
+    code, _, err = run(capsys, "wrong.py")
+    assert code == plain.returncode == 1
+    assert err.splitlines() == plain.stderr.splitlines()
 
 
 def test_a_script_finds_itself_from_another_folder(capsys, tmp_path, monkeypatch):
