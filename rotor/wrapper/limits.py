@@ -106,9 +106,12 @@ class Limits:
             needed = self._settings.away.least_update_bytes()
             error.minimum_bytes = max(error.minimum_bytes, needed) + own
             error.lower_bound_bytes += own
+            limit, text = self._settings.mem_limit or 0, error.args[0]
+            if limit < own:
+                text = text.replace(f"in {exact_bytes(limit - own)}", "in no bytes")
             text = (
-                f"{error.args[0]}. The limit counts what the model keeps in memory too, "
-                f"{exact_bytes(own)}: in all, {exact_bytes(error.minimum_bytes)} would do"
+                f"{text}. The limit, {exact_bytes(limit)}, counts what the model keeps in memory "
+                f"too, {exact_bytes(own)}: in all, {exact_bytes(error.minimum_bytes)} would do"
             )
             error.args = (text, *error.args[1:])
         if room is not None and room.latest is not None and error.minimum_bytes:

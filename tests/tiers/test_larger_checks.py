@@ -11,6 +11,7 @@ from tiers.test_larger import assert_same, train
 from torch import nn, optim
 
 import rotor
+from rotor.units import exact_bytes
 
 LIMIT = 1 << 20
 
@@ -204,3 +205,16 @@ def test_weights_that_nothing_would_take_are_refused():
     assert_refused(model, "on meta for scale, expected a tensor with values", weights=weights)
     model = layers().to("meta")
     assert_refused(model, "on meta for 0.weight", weights=model.state_dict())
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 13])
+def test_a_limit_that_is_too_low_is_named_with_what_the_model_keeps(limit):
+    """Also where it is less than that, and nothing is left for a step."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    optimizer = optim.Adam(model.parameters())
+    chk = rotor.Checkpointable(model, mem_limit=limit, offload="disk", offload_state=optimizer)
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        chk(torch.ones(32, 64))
+    assert f"The limit, {exact_bytes(limit)}, counts what the model keeps" in str(caught.value)
+    assert str(caught.value).startswith("no plan was found that fits in ")
+    assert ("fits in no bytes; " in str(caught.value)) == (limit == 1)
