@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rotor.algorithms.curve import Curve
-from rotor.report.figures import styled
+from rotor.report.figures import show_dollars, styled
 from rotor.units import format_bytes
 
 _FAR = 2
@@ -65,6 +65,7 @@ def write_curve(
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix.removeprefix(".").lower()
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
+    show_dollars(figure)
     figure.savefig(path, format=kind, metadata=metadata)
     return [path]
 

@@ -72,6 +72,7 @@ def styled(draw: Callable[P, list[Path]]) -> Callable[P, list[Path]]:
 
 def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
     """Write a figure in each format, completely or not at all; return the files."""
+    show_dollars(figure)
     written = []
     for name in formats:
         path = stem.with_name(f"{stem.name}.{name}")
@@ -79,6 +80,14 @@ def save(figure: Any, stem: Path, formats: Sequence[str]) -> list[Path]:
             figure.savefig(file, format=name, metadata=_METADATA[name])
         written.append(path)
     return written
+
+
+def show_dollars(figure: Any) -> None:
+    """Have each "$" in a figure be one, not begin a formula, but in the numbers of its axes."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math("$" not in text.get_text() or "\\mathdefault" in text.get_text())
 
 
 def panel_grid(count: int, width: float = 3.2, height: float = 2.6) -> tuple[Any, list[Any]]:

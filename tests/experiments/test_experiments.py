@@ -425,9 +425,24 @@ def test_logs_are_found_with_their_titles(logs, tmp_path):
     manifest = {"models": [{"log": "logs/a-1.log", "title": "A", "name": "a"}]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     assert [log.title for log in find_logs([tmp_path])] == ["A", "a-2.log"]
+    (tmp_path / "a-1.log").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a-1\.log, which .*manifest\.json lists"):
+        find_logs([tmp_path])
+    (tmp_path / "manifest.json").write_text('{"models": "\\x"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"manifest\.json: malformed JSON: Invalid"):
+        find_logs([tmp_path])
     (tmp_path / "manifest.json").write_text('{"models": 3}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"manifest\.json is malformed"):
         find_logs([tmp_path])
+
+
+@pytest.mark.parametrize("title", ["b$_{x$", "5$, or 6$ {", "$\\foo$", "$x^2$"])
+def test_a_title_may_have_dollars(title, tmp_path):
+    (tmp_path / "a.log").write_bytes(networks.linear_text(4))
+    entry = {"log": "a.log", "title": title}
+    (tmp_path / "manifest.json").write_text(json.dumps({"models": [entry]}), encoding="utf-8")
+    config = sweeps.Config("pareto", (str(tmp_path),), ratios=(0.5,), trials=1)
+    assert sweeps.run(config, tmp_path / "out", formats=("svg",)).files
 
 
 def test_missing_and_malformed_logs(tmp_path):
