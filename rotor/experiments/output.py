@@ -163,11 +163,8 @@ def _manifest(directory: Path) -> dict[str, str]:
     path = directory / "manifest.json"
     if not path.exists():
         return {}
-    listed = {Path(str(entry["log"])).name: entry for entry in entries(path)}
-    missing = [name for name in listed if not (directory / name).exists()]
-    if missing:
-        raise FileNotFoundError(f"no log {directory / missing[0]}, which {path} lists")
-    return {name: str(entry["title"]) for name, entry in listed.items() if "title" in entry}
+    listed = [entry for entry in entries(path) if "title" in entry]
+    return {Path(str(entry["log"])).name: str(entry["title"]) for entry in listed}
 
 
 def _listed(path: Path) -> list[tuple[Path, str | None]]:
