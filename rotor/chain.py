@@ -332,6 +332,8 @@ def new_file(target: str | os.PathLike[str]) -> Iterator[Path]:
 
 def read_json(source: str | os.PathLike[str]) -> Any:
     """Return parsed JSON: `source` is the text when it begins with a brace, else a path."""
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"expected JSON text, or the path of a file, got {source!r}")
     is_text = isinstance(source, str) and source.lstrip()[:1] in ("{", "[")
     text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
     try:

@@ -198,9 +198,11 @@ class Sequence(Saved):
 
         Raises
         ------
-        ValueError
-            A word that is no operation.
+        ValueError, TypeError
+            A word that is no operation; no text.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"expected the text of a sequence, got {text!r}")
         words = []
         for word in text.translate(_PUNCTUATION).split():
             match = _TOKEN.fullmatch(word)
@@ -387,7 +389,11 @@ def _encode(ops: Iterable[Operation | tuple[str, int]], length: int = 0) -> npt.
         if kind not in CODES:
             raise ValueError(f"unknown operation {kind!r}, expected one of {', '.join(KINDS)}")
         codes.append((CODES[kind], stage))
-    found = np.array(codes, dtype=np.int32).reshape(-1, 2)
+    try:
+        found = np.array(codes, dtype=np.int32).reshape(-1, 2)
+    except OverflowError:
+        largest = max(stage for _, stage in codes)
+        raise ValueError(f"stage {largest} is none: a chain has fewer than 2**31") from None
     unsaid = (found[:, 0] == CODES["L"]) & (found[:, 1] < 0)
     found[unsaid, 1] = max(length, _length(found))
     return found

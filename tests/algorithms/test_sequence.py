@@ -49,6 +49,15 @@ def test_refuses_words_that_are_no_operations(text: str) -> None:
         Sequence.parse(text)
 
 
+def test_refuses_what_is_no_text() -> None:
+    with pytest.raises(TypeError, match="expected the text of a sequence, got 5"):
+        Sequence.parse(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected JSON text, or the path of a file, got 5"):
+        Sequence.from_json(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stage 2147483648 is none"):
+        Sequence.parse("Fe_2147483648")
+
+
 def test_refuses_an_unknown_kind() -> None:
     with pytest.raises(ValueError, match="unknown operation 'Fx'"):
         Sequence([("Fx", 0)])
@@ -118,6 +127,7 @@ def test_json_keeps_the_chain(tmp_path: Any) -> None:
         ({"version": "1"}, "version '1' is unknown"),
         ({"operations": None}, "needs the field 'operations'"),
         ({"operations": [["Fe"]]}, "is no operation"),
+        ({"operations": [["Fe", 10**20]]}, "stage 100000000000000000000 is none"),
         ({"operations": [["Fe", "0"]]}, "is no operation"),
         ({"operations": [["Fz", 0]]}, "unknown operation"),
         ({"operations": [["Fe", 0]], "chain": 5}, "malformed JSON"),
