@@ -339,5 +339,4 @@ def read_json(source: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        where = "" if is_text else f"{source}: "
-        raise ValueError(f"{where}malformed JSON: {error}") from error
+        raise ValueError(f"malformed JSON: {error}") from error

@@ -52,7 +52,10 @@ def entries(path: Path) -> list[dict[str, Any]]:
     ValueError
         It is neither of the two kinds of list.
     """
-    data = read_json(path)
+    try:
+        data = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     found = None
     if isinstance(data, dict):
         lists = [data["models"]] if "models" in data else list(data.values())
