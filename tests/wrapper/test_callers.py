@@ -179,8 +179,7 @@ def test_no_warning_of_a_step_counts_frames_by_hand():
                 is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
                 if is_call and ast.unparse(node.func) == "warnings.warn":
                     found.append(path.relative_to(ROTOR).as_posix())
-    # The second is called by the caller in the place of torch.compile.
-    assert sorted(found) == ["common/frames.py", "dtr/context.py"]
+    assert found == ["common/frames.py"]
 
 
 def test_the_class_shows_its_arguments():
