@@ -389,16 +389,21 @@ def loss_of_words(output: Any) -> torch.Tensor:
     return parallel_loss(output.logits)
 
 
-def flat_pairs() -> nn.Module:
-    """Stages that hand over results of collectives."""
+def flat_pairs() -> nn.Sequential:
     wide = 4 * WIDTH
-    pairs = [
-        nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Tanh(), nn.Linear(wide, WIDTH))
-        for _ in range(BLOCKS)
-    ]
+    return nn.Sequential(
+        *[
+            nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Tanh(), nn.Linear(wide, WIDTH))
+            for _ in range(BLOCKS)
+        ]
+    )
+
+
+def split_pairs(pairs: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    """Stages that hand over results of collectives."""
     for pair in pairs:
-        parallelize_module(pair, whole_mesh(), {"0": ColwiseParallel(), "3": RowwiseParallel()})
-    return nn.Sequential(*pairs)
+        parallelize_module(pair, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    return pairs
 
 
 LAYOUTS = {
@@ -407,7 +412,7 @@ LAYOUTS = {
     "tp_graph": Layout(lambda: split(Net(blocks()), whole_mesh()), "graph"),
     "tp_dropout": Layout(lambda: split(Net(blocks(0.1)), whole_mesh())),
     "tp_sequential": Layout(lambda: split(nn.Sequential(*blocks()), whole_mesh())),
-    "tp_flat": Layout(flat_pairs, "chain"),
+    "tp_flat": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "chain"),
     "tp_chain": Layout(lambda: split(nn.Sequential(*blocks(0.1)), whole_mesh()), "chain"),
     "tp_dynamic": Layout(lambda: split(Net(blocks()), whole_mesh()), "dynamic"),
     "tp_broken": Layout(lambda: split(Net(broken(blocks())), whole_mesh())),

@@ -23,13 +23,8 @@ import torch
 import torch.distributed as dist
 from fsdp_models import differences, refused
 from gpt2_models import small_gpt2
+from layouts import flat_pairs, sharded, split_pairs
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torchvision_standins import import_torchvision
 from two_processes import PROCESSES, run_processes
@@ -242,31 +237,18 @@ def lightning_trains() -> list[str]:
     return found
 
 
-def pairs() -> nn.Module:
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(6)]
-    )
-
-
-def sharded(net: nn.Module, mesh: Any) -> nn.Module:
-    for stage in net:
-        fully_shard(stage, mesh=mesh["data_parallel"])
-    return fully_shard(net, mesh=mesh["data_parallel"])
-
-
-def split(net: nn.Module, mesh: Any) -> nn.Module:
-    way = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    for stage in net:
-        parallelize_module(stage, mesh["tensor_parallel"], way)
-    return net
-
-
 def lightning_spreads_models() -> list[str]:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
+    def shard(net: nn.Sequential, mesh: Any) -> nn.Module:
+        return sharded(net, net, mesh=mesh["data_parallel"])
+
+    def split(net: nn.Sequential, mesh: Any) -> nn.Module:
+        return split_pairs(net, mesh["tensor_parallel"])
+
     found = []
-    for spread, sizes in ((sharded, (PROCESSES, 1)), (split, (1, PROCESSES))):
-        whole = partial(fit, pairs, metered=True)
+    for spread, sizes in ((shard, (PROCESSES, 1)), (split, (1, PROCESSES))):
+        whole = partial(fit, flat_pairs, metered=True)
         plain = whole(spread=spread, strategy=ModelParallelStrategy(*sizes))
         limit = max(plain.peaks) * 9 // 10
 
