@@ -39,7 +39,7 @@ def is_file(stream: Any) -> bool:
 class _Unheard:
     """Standard stream that drops what one thread writes.
 
-    Other threads write to `stream`, and so do warnings of other threads, and rotor itself.
+    Other threads write to `stream`, and so does rotor itself.
     """
 
     def __init__(self, stream: Any) -> None:

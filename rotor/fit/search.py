@@ -172,10 +172,8 @@ def largest_batch(
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(there, str):
         search, kept = _Search, unchanged(model, device, batches(multiple_of)[:2])
-        limit, free = (
-            step_limit(device, mem_limit, total_limit, model),
-            allocator.free_bytes(device),
-        )
+        free = allocator.free_bytes(device)
+        limit = step_limit(device, mem_limit, total_limit, model)
         if limit > free:
             raise ValueError(
                 f"the limit is {format_bytes(limit)} and {device} has {format_bytes(free)} free: "
