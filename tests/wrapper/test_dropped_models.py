@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import rotor
+from rotor import memory
 
 
 class Net(nn.Module):
@@ -93,3 +94,24 @@ def test_a_budget_leaves_no_parameters(name: str) -> None:
         model(torch.randn(400, 64)).sum().backward()
     del model
     assert parameter() is None
+
+
+def test_a_forward_without_a_backward_leaves_nothing(name: str) -> None:
+    def forward() -> None:
+        loss = chk(torch.randn(400, 64)).sum()
+        assert loss.isfinite()
+
+    chk, _ = wrapped(name)
+    train(chk, 4)
+    device = torch.device("cpu")
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
+        forward()
+        gc.collect()
+        with memory.meter(device) as meter:
+            for _ in range(3):
+                forward()
+            gc.collect()
+    # One activation takes 100 KiB; the dynamic engine's lists go when the collector comes.
+    assert meter.end_bytes < 50_000

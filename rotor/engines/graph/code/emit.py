@@ -544,8 +544,10 @@ def emit(
         names.append("proof")
     if layout is not None:
         names.append("tier")
-    returned = outputs_among(lowered, stored)
-    checks = ", ".join(f"({name}, {name}._version)" for name in returned)
+    # An output itself would keep the node that keeps the token: a cycle that nothing frees.
+    aliases = {name: f"{name}_kept" for name in outputs_among(lowered, stored)}
+    checks = ", ".join(f"({name}, {name}._version)" for name in aliases.values())
+    held = ", ".join(aliases.get(name, name) for name in names)
     forward = [
         "def forward(args):",
         _unpack([f"p{i}" for i in range(len(lowered.primals))], "args"),
@@ -557,7 +559,8 @@ def emit(
         *head.body(),
         "    token = empty(0)",
         "    token.flags = backend_flags()",
-        f"    token.kept = [[{checks}], noted_versions([{noted}]), {', '.join(names)}]",
+        *(f"    {alias} = {name}.detach()" for name, alias in aliases.items()),
+        f"    token.kept = [[{checks}], noted_versions([{noted}]), {held}]",
         f"    return ({', '.join([*outputs, *saved, 'token'])},)",
     ]
     backward = [
