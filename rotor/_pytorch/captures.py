@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import threading
 import types
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -90,8 +90,11 @@ def _has_elements(node: fx.Node) -> bool:
 _OF_PYTHON = torch.float64, torch.int64, torch.bool
 
 
-def check_numbers(graph: fx.Graph) -> None:
-    """Raise CaptureError if an operation gives other types, or bits, than with such numbers."""
+def check_numbers(graph: fx.Graph, given_numbers: Iterable[fx.Node] = ()) -> None:
+    """Raise CaptureError if an operation gives other types, or bits, than with such numbers.
+
+    `given_numbers` are inputs that are numbers by themselves, as those of an inner graph are.
+    """
     from torch._dynamo import utils
 
     numpys = (
@@ -105,10 +108,13 @@ def check_numbers(graph: fx.Graph) -> None:
         is_scalar = isinstance(value, torch.Tensor) and not value.ndim
         is_numpys = isinstance(node.target, numpys)
         if node.op == "output":
-            _check_results(node, [one for one in numbers if isinstance(one.target, numpys)])
+            are_inner = bool(given_numbers)
+            _check_results(
+                node, [one for one in numbers if are_inner or isinstance(one.target, numpys)]
+            )
         elif is_numpys and _rounds(node, value, numbers):
             raise _of_numbers(node.target)
-        if is_scalar and (_is_input(node) or is_numpys):
+        if is_scalar and (_is_input(node) or is_numpys or node in given_numbers):
             numbers[node] = value
             continue
         given = [numbers[one] for one in node.all_input_nodes if one in numbers]
@@ -120,6 +126,13 @@ def check_numbers(graph: fx.Graph) -> None:
         is_alone = not tensors
         if is_alone and is_scalar and value.dtype in (*_OF_PYTHON, *(n.dtype for n in given)):
             numbers[node] = value
+            continue
+        if getattr(node.target, "__name__", "") == "autograd_function_apply":
+            name, _, *operands = node.args
+            inner = getattr(graph.owning_module, str(name))
+            inputs = [one for one in inner.graph.nodes if one.op == "placeholder"]
+            pairs = zip(inputs, operands, strict=True)
+            check_numbers(inner.graph, [one for one, operand in pairs if operand in numbers])
             continue
         holds_code = isinstance(node.target, torch._ops.HigherOrderOperator)
         weighs = any(_weighs(number, other) for number in given for other in tensors)

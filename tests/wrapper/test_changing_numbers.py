@@ -37,6 +37,22 @@ USES = {
     "bfloat16": lambda y, x, v: ((y.bfloat16() * v) / (v + 1)).float(),
     "float64": lambda y, x, v: ((y.double() * 0.1) * (v * 0.3)).float(),
 }
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal, by a factor that its backward reads."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x * (1 + value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.neg() * (2 * ctx.value), None
+
+
+USES["function"] = lambda y, x, v: Reversed.apply(y, v)
 VALUES = {
     "real": lambda i: 0.17 + 0.03 * i,
     "whole": lambda i: i + 2,
@@ -73,6 +89,8 @@ def compare(plain, model, steps, call=None):
 def test_a_number_that_changes_is_an_input_at_its_second_value(use, kind):
     if use == "branch" and kind in ("NumPy", "zero-dimensional"):
         pytest.skip("captured code cannot branch on the value of a tensor")
+    if use == "function" and kind == "NumPy":
+        pytest.skip("captured code cannot hand such a number to the backward of a function")
     if kind == "zero-dimensional" and use in ("cosine", "tensor"):
         pytest.skip("captured code cannot read the value of a tensor")
     torch.manual_seed(0)
@@ -165,3 +183,12 @@ def test_a_recomputed_operation_reads_the_number_of_its_step():
     assert model.plan.recomputed > 0
     assert len(model.plans) == 2
     assert all(map(torch.equal, *pending))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_a_number_that_stays_a_constant_ends_the_captures():
+    plain = Net(lambda y, x, v: nn.functional.dropout(y, v))
+    model = wrapped(plain, engine="auto")
+    assert compare(plain, model, [0.01 * i for i in range(1, 23)]) < 22
+    assert model.plan.engine == "dynamic"
