@@ -111,6 +111,7 @@ class Reads:
         self.inputs: frozenset[int] = frozenset()
         self._constants: frozenset[int] = frozenset()
         self._repeats = 0
+        self._met: set[tuple[Any, ...]] = set()
 
     def see(self, values: PlainValues, leaves: Sequence[Any]) -> None:
         """Make inputs of numbers whose values differ from those of captured calls."""
@@ -124,6 +125,11 @@ class Reads:
             self.inputs |= frozenset(changed)
         values.inputs = self.inputs
 
+    @property
+    def is_endless(self) -> bool:
+        """True once so many values were captured that no other should be."""
+        return len(self._met) >= _MOST
+
     def keep_constant(self, leaves: frozenset[int]) -> None:
         """Have numbers that cannot be inputs told apart by their values in later calls."""
         self._constants |= leaves
@@ -132,6 +138,8 @@ class Reads:
     def note(self, leaves: frozenset[int], values: PlainValues) -> list[int]:
         """Note a capture; return the leaves of which it has met the third value."""
         self.leaves = leaves if self.leaves is None else self.leaves | leaves
+        if not self.is_endless:
+            self._met.add(tuple(values.values[k] for k in sorted(self.leaves - self.inputs)))
         if values in self.captured:
             self._repeats += 1
             if self._repeats == _MANY:
@@ -147,7 +155,8 @@ class Reads:
         return [k for k in read if len({other.values[k] for other in self.captured}) == _MANY]
 
 
-_MANY = 3
+_MANY, _MOST = 3, 16
+"""Captures for other values, after which a warning comes, and after which there are no more."""
 
 
 class Structures:

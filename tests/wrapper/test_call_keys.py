@@ -184,3 +184,18 @@ def test_leaves_have_the_names_that_captures_give_them() -> None:
     arguments = (({"x": 1, 2: [3]},), {"named": 4}, (5,))
     names = ["L['args'][0]['x']", "L['args'][0][2][0]", "L['kwargs']['named']", "L['targets'][0]"]
     assert leaf_expressions(arguments) == names
+
+
+def test_constants_of_many_values_are_captured_no_more() -> None:
+    reads = Reads()
+    for epoch in range(40):
+        values = PlainValues({0: (int, epoch), 1: (str, "task")}, reads)
+        assert reads.is_endless == (epoch >= 16)
+        reads.note(frozenset([0]), values)
+
+
+def test_constants_of_few_values_are_captured_for_any_shape() -> None:
+    reads = Reads()
+    for step in range(40):
+        reads.note(frozenset([1]), PlainValues({0: (int, step), 1: (int, step % 15)}, reads))
+    assert not reads.is_endless

@@ -152,6 +152,14 @@ class GraphEngine(MeteredEngine):
         if self.settings.offload is not None:
             check_device(self.settings.offload.tier, self.context.device_of(call))
         values = PlainValues.of(key.measured)
+        if values.reads.is_endless:
+            raise CannotPlan(
+                CaptureError(
+                    "the model's code depends on Python values that keep changing: those of its "
+                    "arguments had 16 values so far, and it was captured for each; give numbers "
+                    "that change as tensors"
+                )
+            )
         inputs = values.inputs
         reason = self._one_shape_reason(has_numbers=bool(inputs or self._numbers.inputs))
         if self.follows_shapes and reason:
