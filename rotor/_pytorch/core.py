@@ -505,8 +505,9 @@ class BackwardEnd:
     """Callback of the engine on success of a backward, dropped when the backward returns.
 
     Changes of the thread's state by a final callback of the engine, such as an ended profiler, are
-    undone when the callback returns. The engine drops its callbacks after that, on failure too.
-    Where `at_once` returns True, `done` is called by the callback itself.
+    undone when the callback returns. The engine drops its callbacks after that, on failure too. A
+    backward around it would undo them as well: it is waited for. Where `at_once` returns True,
+    `done` is called by the callback itself.
     """
 
     _next: Callable[[], object] | None
@@ -517,15 +518,14 @@ class BackwardEnd:
     def __call__(self) -> None:
         self._next = self._done
         if self._at_once():
-            self._run()
-
-    def _run(self) -> None:
-        following, self._next = self._next, None
-        if following is not None:
-            following()
+            self._next = None
+            self._done()
 
     def __del__(self) -> None:
-        self._run()
+        if self._next is not None and in_backward():
+            at_end_of_backward(self._next, self._next)
+        elif self._next is not None:
+            self._next()
 
 
 def at_end_of_backward(
@@ -533,7 +533,7 @@ def at_end_of_backward(
 ) -> None:
     """Have `done` called when the running backward has finished, `failed` if it raises.
 
-    Either is called outside the backward where a profiler is on in this thread, so that it may end
+    Either is called outside all backwards where a profiler is on in this thread, so that it may end
     it; otherwise, and `at_once`, `done` is called as the backward's last act. An exception raised
     by either is reported as unraisable. Raises RuntimeError if no backward is running.
     """

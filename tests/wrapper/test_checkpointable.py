@@ -381,6 +381,57 @@ def test_a_meter_gives_way_to_a_profiler_of_the_backward(engine):
     assert chk.plan.meterings == 1
 
 
+class _BackwardWithin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, backward):
+        ctx.run = backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.run()
+        return gradient, None
+
+
+@pytest.mark.parametrize("engine", ["chain", "graph", "dynamic"])
+def test_a_step_whose_backward_runs_within_another_is_metered_and_leaves_no_profiler_on(engine):
+    x = images()
+    chk = rotor.Checkpointable(conv_net(), mem_limit="1GiB", engine=engine)
+    loss = default_loss(chk(x))
+    _BackwardWithin.apply(torch.ones(1, requires_grad=True), loss.backward).backward()
+    assert chk.plan.meterings == 1
+    for recorder in (torch.profiler.profile(), memory.meter("cpu")):
+        with recorder:
+            pass
+
+
+class _Equilibrium(nn.Module):
+    """Fixed point of a layer, whose gradient a hook solves for by backwards of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, x):
+        z = torch.tanh(self.layer(x) + x)
+        z0 = z.detach().requires_grad_()
+        f0 = torch.tanh(self.layer(z0) + x)
+        if z.requires_grad:
+            z.register_hook(lambda g: g + torch.autograd.grad(f0, z0, g, retain_graph=True)[0])
+        return z
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_backwards_of_a_hook_leave_no_profiler_on():
+    x = torch.randn(64, 16)
+    chk = rotor.Checkpointable(_Equilibrium(), mem_limit="1GiB")
+    for _ in range(2):
+        default_loss(chk(x)).backward()
+    for recorder in (torch.profiler.profile(), memory.meter("cpu")):
+        with recorder:
+            pass
+
+
 # -- unusual stages
 
 
