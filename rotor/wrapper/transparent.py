@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, Self
@@ -160,7 +161,7 @@ class TransparentModule(nn.Module):
             if inspect.ismethod(value) and value.__self__ is module:
                 # A method of the user's may call the model: bound to the wrapper, it calls that.
                 is_own = not is_library(value.__func__.__module__)
-                return MethodType(value.__func__, self) if is_own else value
+                return MethodType(value.__func__, self) if is_own else self._returning(value)
             return value
         except AttributeError:
             if hasattr(type(module), name):
@@ -171,6 +172,16 @@ class TransparentModule(nn.Module):
             name=name,
             obj=self,
         )
+
+    def _returning(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that returns the wrapper in the place of the wrapped module."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            return self if found is self.module else found
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SHARED:
@@ -219,6 +230,18 @@ class TransparentModule(nn.Module):
 
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.module[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self.module[index]
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._returning(operator.iadd)(self.module, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._returning(operator.imul)(self.module, other)
 
     # -- methods that a module may override, and visits of the wrapped module itself
 

@@ -494,6 +494,50 @@ def test_a_method_that_calls_the_model_is_limited(kind):
     assert chk.first() is model[0]
 
 
+class Layers(nn.ModuleList):
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def with_more_and(model, layer):
+    model += [layer] if isinstance(model, nn.ModuleList) else nn.Sequential(layer)
+    return model
+
+
+def repeated(model, layer):
+    model[-1] = layer
+    model *= 2
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (nn.Sequential, lambda model, layer: model.append(layer)),
+        (nn.Sequential, lambda model, layer: model.insert(1, layer)),
+        (nn.Sequential, lambda model, layer: model.extend([layer, layer])),
+        (nn.Sequential, with_more_and),
+        (nn.Sequential, repeated),
+        (Layers, with_more_and),
+        (Layers, lambda model, layer: model.append(layer).extend([layer])),
+    ],
+)
+def test_a_container_that_is_changed_keeps_its_limit(kind, change):
+    layers = [nn.Linear(8, 8), nn.Tanh()]
+    plain = kind(*layers) if kind is nn.Sequential else kind(layers)
+    chk = rotor.Checkpointable(copy.deepcopy(plain), mem_limit="1 MB", verbosity=-1)
+    added = nn.Linear(8, 8)
+    model, plain = change(chk, added), change(plain, added)
+    assert model is chk
+    assert str(model.module) == str(plain)
+    del model[0], plain[0]
+    assert str(model.module) == str(plain)
+    model(torch.randn(4, 8)).sum().backward()
+    assert model.plan.measured_bytes
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight
