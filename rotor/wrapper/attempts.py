@@ -157,7 +157,8 @@ class Attempts:
         self.proven: weakref.WeakSet[Engine] = weakref.WeakSet()
         """Engines that have run a step."""
         self._is_unspoilt, self._measures = True, False
-        self._refusals: dict[Any, Refusal] = {}
+        self.refusals: dict[Any, Refusal] = {}
+        """Refusals before the call."""
 
     def run(
         self, driver: Any, call: Call, function: Callable[[Call], Any], *, measures: bool = False
@@ -168,7 +169,7 @@ class Attempts:
         first engine.
         """
         self.failures, self._measures = None, measures
-        self._refusals = dict(driver.context.refusals)
+        self.refusals = dict(driver.context.refusals)
         while True:
             self.asked, self._is_unspoilt, raised = None, True, None
             try:
@@ -185,7 +186,7 @@ class Attempts:
                     raise
             except BaseException:
                 # What an interrupted step has asked of engines says nothing of the next one.
-                driver.context.refusals = self._refusals
+                driver.order.take_back(self.refusals)
                 raise
             if raised is not None:
                 self.failures = None
@@ -217,7 +218,7 @@ class Attempts:
             driver.forget(key)
             return failures.first if measures else error
         if failures is None:
-            failures = self.failures = _Failures(driver, self._refusals)
+            failures = self.failures = _Failures(driver, self.refusals)
         reason = failures.add(engine, error)
         driver.forget(key)
         if key is None or not driver.order.refuse(key, call, reason):

@@ -481,6 +481,7 @@ class Driver:
                 return self.run_plan(self._make(key), call, absent)
         except allocator.MeterBusyError as error:
             # A step that has a plan needs another one, since what its code reads has changed.
+            self.order.take_back(self._attempts.refusals)
             standby, plan = self._attempts.unmeasured(self, plan.key, call, error)
         return self.plain(call) if plan is None else self.run_plan(plan, call, absent, standby)
 
@@ -549,7 +550,6 @@ class Driver:
             return plan
         following = self.order.of(key)
         if following.device_of(key) is None:
-            del context.plans[key]
             return None
         taken = self._make(key)
         try:

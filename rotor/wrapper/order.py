@@ -46,7 +46,7 @@ class Order:
     def refuse(self, key: Key, call: Call, reason: str) -> bool:
         """Hand a kind of step to the next engine; return False after the last one.
 
-        Plans of kinds that are measured alike are dropped: that engine makes its own.
+        Plans of it, and of kinds that are measured alike, are dropped: that engine makes its own.
         """
         known = self._context.refusals.get(key.measured)
         number = 0 if known is None else known.engine
@@ -57,7 +57,7 @@ class Order:
         self._context.refusals[key.measured] = Refusal(number + 1, device, reason, why)
         self.taken_over[self.engines[number + 1]] = reason
         plans = self._context.plans
-        for alike in [k for k in plans if k.measured == key.measured and k != key]:
+        for alike in [k for k in plans if k.measured == key.measured]:
             del plans[alike]
         return True
 
@@ -104,6 +104,13 @@ class Order:
             self._context.refusals.pop(key.measured, None)
         else:
             self._context.refusals[key.measured] = before
+
+    def take_back(self, before: dict[Any, Refusal]) -> None:
+        """Restore earlier refusals; drop the plans of kinds that another engine plans then."""
+        context, plans = self._context, self._context.plans
+        now, context.refusals = context.refusals, dict(before)
+        for key in [k for k in plans if now.get(k.measured) != before.get(k.measured)]:
+            del plans[key]
 
     def announce(self, key: Key) -> None:
         """Warn by the engine that runs such steps now, if it has taken them over."""

@@ -23,7 +23,9 @@ import rotor
 from rotor import memory
 from rotor.dtr import recall
 from rotor.dtr.repeating import Verifier
+from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.graph.capture import Capture
+from rotor.engines.parts.engine import PartsEngine
 
 _CLEANUP = {"__exit__", "__del__", "stop", "close", "cancel", "_restore"}
 
@@ -247,6 +249,44 @@ def test_engines_refused_in_an_interrupted_step_are_asked_again():
         with suppress(KeyboardInterrupt):
             model(torch.randn(64, 32)).square().mean().backward()
         assert model.plan.engine == "graph"
+
+
+class Taken(Interrupted):
+    """Layers that no single graph holds in a step that stops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stops and x.detach().sum().item() > 1e9:
+            x = -x
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("engine", "phase", "error"),
+    [(DynamicEngine, "run", KeyboardInterrupt), (PartsEngine, "measure", memory.MeterBusyError)],
+)
+def test_a_plan_runs_by_the_engine_that_made_it_after_one_that_was_asked_in_vain(
+    engine: Any, phase: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net = Taken()
+    plain = copy.deepcopy(net)
+    model = rotor.Checkpointable(net, mem_limit="1MB", verbosity=-1)
+    x = torch.randn(64, 32)
+    for step in range(4):
+        net.stops = step == 1
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt), warnings.catch_warnings():
+            if step == 1:
+                warnings.simplefilter("ignore", rotor.MemoryLimitWarning)
+                patch.setattr(engine, phase, _raises(error))
+            model(x).square().mean().backward()
+        model.zero_grad()
+    assert model.plan.engine == "graph"
+    model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
 
 
 class Injected(Exception):
