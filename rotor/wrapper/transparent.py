@@ -206,6 +206,13 @@ class TransparentModule(nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *self.__dict__, *dir(self.module)})
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        # PyTorch would put the answer in the place of a wrapper within a larger model.
+        raise RuntimeError(
+            "torch.jit.script compiles a model with a limit: the script would be one without. "
+            "Give it chk.module, the plain model"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _unmade, (type(self),), self.__getstate__()
 

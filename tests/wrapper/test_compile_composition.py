@@ -273,6 +273,18 @@ def test_symbolic_tracing_of_a_model_with_a_limit_is_refused():
     assert torch.fx.symbolic_trace(model.module).graph.find_nodes(op="call_module", target="0")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_scripts_of_a_model_with_a_limit_are_refused():
+    model = rotor.Checkpointable(make(), mem_limit=LIMIT).eval()
+    outer = nn.Sequential(model)
+    for kind in (model, outer):
+        with pytest.raises(RuntimeError, match=r"compiles a model with a limit.*chk\.module"):
+            torch.jit.script(kind)
+    assert outer[0] is model
+    x = batch()
+    assert torch.equal(torch.jit.script(model.module)(x), model(x))
+
+
 @pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
 def test_a_model_that_was_traced_is_limited(engine, expected):
     model = rotor.Checkpointable(torch.fx.symbolic_trace(make()), mem_limit=LIMIT, engine=engine)
