@@ -513,7 +513,7 @@ def layouts_unseen() -> Iterator[None]:
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _COLLECTIVES = (*_FUNCTIONAL, "c10d")
 """Namespaces of operators in which several processes take part."""
-_OF_RESULTS = ("wait_tensor", "_wrap_tensor_autograd")
+_OF_RESULTS = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 """Operators there in which only this process takes part."""
 
 
@@ -543,21 +543,32 @@ def collective_names() -> frozenset[str]:
     return frozenset(name for name in names if name.partition("::")[0] in _COLLECTIVES)
 
 
-def groups_among(values: Iterable[Any]) -> list[Any]:
-    """Return the process groups that arguments of collectives name; the default one if unnamed.
+@cache
+def _registry() -> Any:
+    name = "distributed.distributed_c10d"
+    core.check([f"{name}._resolve_process_group", f"{name}._world", "ScriptObject._type"])
+    return attrgetter(name)(torch)
 
-    Groups of fake processes, and those that have ended, are left out.
+
+def _group_of(value: Any) -> Any:
+    """Return the process group that an argument of a collective is or names; ``None`` for others.
+
+    Groups of fake processes, and those that have ended, are none.
     """
-    given = list(values)
-    if not (given and core.has_ranks()):
-        return []
-    module: Any = torch.distributed.distributed_c10d
-    known = module._world.pg_names.values()
-    names = dict.fromkeys(value for value in given if isinstance(value, str) and value in known)
-    found = [module._resolve_process_group(name) for name in names]
-    if not found:
-        found = [torch.distributed.group.WORLD]
-    return [group for group in found if torch.distributed.get_backend(group) != "fake"]
+    module = _registry()
+    kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
+    if kind is not None and kind.name() == "ProcessGroup":
+        value = module.ProcessGroup.unbox(value)
+    elif isinstance(value, str) and value in module._world.pg_names.values():
+        value = module._resolve_process_group(value)
+    is_real = value in module._world.pg_names if isinstance(value, module.ProcessGroup) else False
+    return value if is_real and module.get_backend(value) != "fake" else None
+
+
+def groups_among(values: Iterable[Any]) -> list[Any]:
+    """Return the process groups that arguments of collectives are or name."""
+    found = map(_group_of, values if core.has_ranks() else ())
+    return list(dict.fromkeys(group for group in found if group is not None))
 
 
 core.check(

@@ -126,24 +126,14 @@ class _Kept:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (self._count,))
 
 
-class Writes(_python_dispatch.TorchDispatchMode):
-    """Context in which the bytes of tensors from before are kept when they are first written to.
-
-    Only tensors that are written to are copied. Operators are seen below autograd, whoever calls
-    them. `watched` are ids of tensors, and `read` those of them that operators were given.
-    """
+class Collectives(_python_dispatch.TorchDispatchMode):
+    """Context in which the process groups of collective operations are noted."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, watched: Collection[int] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._watched = watched
-        self.read: set[int] = set()
-        self.collectives: list[str] = []
-        """Texts among the arguments of the collective operations that ran, or an empty one."""
-        self._made: set[int] = set()
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._kept: dict[int, _Kept] = {}
+        self.groups: list[Any] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -157,6 +147,32 @@ class Writes(_python_dispatch.TorchDispatchMode):
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if dispatch.is_collective(operator):
+            self.groups += dispatch.groups_among([*args, *kwargs.values()])
+        return operator(*args, **kwargs)
+
+    core.hide_from_dynamo(__torch_dispatch__)
+
+
+class Writes(Collectives):
+    """Context in which the bytes of tensors from before are kept when they are first written to.
+
+    Only tensors that are written to are copied. Operators are seen below autograd, whoever calls
+    them. `watched` are ids of tensors, and `read` those of them that operators were given.
+    """
+
+    def __init__(self, watched: Collection[int] = ()) -> None:
+        super().__init__()
+        self._watched = watched
+        self.read: set[int] = set()
+        self._made: set[int] = set()
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._kept: dict[int, _Kept] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
         if self._watched:
             given = map(id, _tensors([*args, *kwargs.values()]))
             self.read.update(key for key in given if key in self._watched)
@@ -164,10 +180,7 @@ class Writes(_python_dispatch.TorchDispatchMode):
             given = args[place] if place < len(args) else kwargs.get(name)
             for tensor in _tensors(given):
                 self._keep(tensor)
-        if dispatch.is_collective(operator):
-            texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-            self.collectives += texts or [""]
-        result = operator(*args, **kwargs)
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
         if _makes(operator):
             for tensor in _tensors(result):
                 for part in core.strided_parts(tensor):

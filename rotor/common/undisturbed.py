@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import backwards, core, dispatch, traces
+from rotor._pytorch import backwards, core, traces
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
@@ -328,7 +328,7 @@ class Trial:
 
     def groups(self) -> list[Any]:
         """Return the process groups whose ranks took part in what ran while it was guarded."""
-        return dispatch.groups_among(self._writes.collectives)
+        return self._writes.groups
 
     def changes_state(self) -> bool:
         """Return whether state of the modules outside parameters and buffers is another now."""

@@ -164,6 +164,43 @@ class Summing(nn.Module):
         return x + _Summed.apply(self.down(torch.tanh(y) * y))
 
 
+class _SummedAmong(torch.autograd.Function):
+    """The sum over the processes of a group; gradients are passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class SummingAmong(nn.Module):
+    """A block whose results, or only their gradients, are summed over a group."""
+
+    def __init__(self, group: Any, *, gradients: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.gradients = gradients
+        self.block = Block()
+
+    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x)
+        if not self.gradients:
+            return _SummedAmong.apply(y, self.group)
+        if y.requires_grad:
+            y.register_hook(self.summed)
+        return y
+
+
 class Broken(nn.Module):
     """A block around code that breaks a captured graph."""
 
@@ -278,6 +315,8 @@ class Layout:
     """Whether processes work on one batch: those of tensor parallelism do."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the loss and the backward."""
+    members: int = 0
+    """Number of processes that train, the first ones; 0: all."""
     words: int = 0
     """Number of different tokens in a batch; 0: a batch of numbers."""
 
@@ -328,6 +367,11 @@ def broken(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 def summing() -> list[nn.Module]:
     return [Summing() for _ in range(BLOCKS)]
+
+
+def summing_among(*, gradients: bool) -> nn.Sequential:
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    return nn.Sequential(*[SummingAmong(group, gradients=gradients) for _ in range(BLOCKS)])
 
 
 def gathering() -> list[nn.Module]:
@@ -432,6 +476,8 @@ LAYOUTS = {
     "summed": Layout(lambda: Net(summing())),
     "summed_sequential": Layout(lambda: nn.Sequential(*summing())),
     "summed_dynamic": Layout(lambda: Net(summing()), "dynamic"),
+    "summed_by_some": Layout(partial(summing_among, gradients=False), processes=3, members=2),
+    "summed_gradients": Layout(partial(summing_among, gradients=True)),
     "fsdp": Layout(plain_sharded, same_batch=False),
     "fsdp_root_without_parameters": Layout(rootless, same_batch=False),
     "fsdp_pairs": Layout(shared_pairs, same_batch=False),

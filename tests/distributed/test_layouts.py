@@ -16,6 +16,7 @@ TOGETHER = 6
 QUICK = ["tp@0.5@added", "tp_chain@0.62", "experts@0.75", "fsdp_pairs@0.62", "tp_dynamic@0.62"]
 FRAMEWORKS = [name for name in ("tp_transformers", "fsdp_accelerate") if name in LAYOUTS]
 QUICK += [f"{name}@0.62" for name in ("tp_aside", "tp_flat", *FRAMEWORKS)]
+QUICK += [f"{name}@0.62" for name in ("summed_by_some", "summed_gradients")]
 LEAST = ["tp", "tp_chain", "sp", "gather", "experts"]
 SLOW = [case for name in LAYOUTS if (case := f"{name}@0.62") not in QUICK]
 SLOW += [f"{name}@least" for name in LEAST]
@@ -26,7 +27,7 @@ SLOW += [f"{name}@0.62@added" for name in ("sp", "tp_chain", "gather_sequential"
 
 def groups(cases):
     """The cases by the number of their processes, a few each."""
-    for count in (2, 4):
+    for count in (2, 3, 4):
         found = [c for c in cases if LAYOUTS[c.partition("@")[0]].processes == count]
         for begin in range(0, len(found), TOGETHER):
             yield count, tuple(found[begin : begin + TOGETHER])

@@ -22,6 +22,7 @@ from torch import nn
 from rotor import _core, timing
 from rotor._pytorch import core, devices
 from rotor._pytorch.casts import casts_are_shared
+from rotor._pytorch.traces import Collectives
 from rotor.algorithms.sequence import FE, FN, Operation
 from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
@@ -115,6 +116,7 @@ class Measuring:
         earlier = None if structure is None else self._timed.get(structure)
         with copied_buffers(stage):
             if earlier is None:
+                self._look_for_peers(i, kept)
                 self._round(i, kept)
                 self._choose_kernels(i, kept)
             clock = timing.Clock(self.device)
@@ -222,6 +224,13 @@ class Measuring:
         self.run.x[i] = x
         with torch.no_grad():
             self.run.do(FN, i)
+
+    def _look_for_peers(self, i: int, x: Any) -> None:
+        """Raise NeedsPeers if a backward has collectives, before the number of rounds may vary."""
+        if self._is_alone and core.is_distributed():
+            with Collectives() as seen:
+                self._round(i, x)
+            NeedsPeers.check(seen.groups)
 
     def _choose_kernels(self, i: int, x: Any) -> None:
         """Let the thread of backwards, which runs the stage again, search for its kernels too."""
