@@ -39,7 +39,7 @@ def train(layout: str, way: str, rank: int) -> str:
     fails = rank == FAILING
     limit = 2_300_000 if way == "limits" and fails else 2_600_000
     limit = 10 if way == "planning" and fails else limit
-    engine = LAYOUTS[layout].engine
+    engine = "graph" if way == "graph" else LAYOUTS[layout].engine
     model = rotor.Checkpointable(made(LAYOUTS[layout]), mem_limit=limit, engine=engine)
     for step in range(STEPS):
         if fails and (way, step) == ("forward", LAST):

@@ -72,6 +72,18 @@ class Aside(Net):
         return y, torch.tanh(y)
 
 
+class OwnRows(Net):
+    """Its rows are compared with those of all processes, its own ones with gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        rows = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+        with torch.no_grad():
+            dist.all_gather(rows, y)
+        rows[dist.get_rank()] = y
+        return torch.tanh(y) * torch.cat(rows).mean(0)
+
+
 class Gathering(nn.Module):
     """A block whose rows are those of all processes."""
 
@@ -469,6 +481,8 @@ LAYOUTS = {
     "gather_sequential": Layout(lambda: nn.Sequential(*gathering()), same_batch=False),
     "gather_dynamic": Layout(lambda: Net(gathering()), "dynamic", same_batch=False),
     "gather_broken": Layout(lambda: Net(broken(gathering())), same_batch=False),
+    "own_rows": Layout(lambda: OwnRows(blocks()), same_batch=False),
+    "own_rows_dynamic": Layout(lambda: OwnRows(blocks()), "dynamic", same_batch=False),
     "experts": Layout(experts, same_batch=False),
     "experts_by_data": Layout(
         lambda: Net(Routing(dist.group.WORLD) for _ in range(BLOCKS)), same_batch=False

@@ -35,6 +35,15 @@ def test_the_least_limit_of_all_holds(layout, tmp_path):
 
 
 @pytest.mark.slow
+def test_graphs_that_depend_on_the_rank(tmp_path):
+    found = outcomes(tmp_path, "own_rows", "graph")
+    assert [kind for kind, _ in found] == ["RankError"] * 2
+    assert all(
+        "such as the rank itself" in text and 'engine="dynamic"' in text for _, text in found
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "tp_chain"])
 def test_a_limit_that_one_rank_cannot_keep(layout, tmp_path):
     found = outcomes(tmp_path, layout, "planning")

@@ -321,8 +321,15 @@ class Needs:
         )
 
 
+ON_ITS_OWN = 'use engine="dynamic", whose ranks need not agree'
+
+
+class OtherGraphs(RankError):
+    """Difference between the graphs of ranks that would run one program."""
+
+
 def check_same(ranks: Ranks, lowered: Lowered) -> None:
-    """Raise RankError, on every rank, if one has captured another graph than the first one."""
+    """Raise OtherGraphs, on every rank, if one has captured another graph than the first one."""
     mine = [digest(signature) for signature in signatures_of(lowered)]
     pinned = digest([bool(is_pinned) for _, is_pinned in lowered.storages])
     everyone = ranks.exchange((mine, pinned))
@@ -335,10 +342,11 @@ def check_same(ranks: Ranks, lowered: Lowered) -> None:
         place = "" if number is None else f", the first difference at number {number}"
         if number is not None and number < len(mine):
             place += f" ({lowered.tasks[number].name} on this rank)"
-        raise RankError(
+        raise OtherGraphs(
             f"rank 0 has captured {len(first)} operations, rank {rank} {len(other)}{place}: ranks "
-            "that share plans need the same model, frozen parameters and kind of input, and the "
-            "same Python values that its code depends on"
+            "that run one program need the same model, frozen parameters and kind of input, and "
+            "the same Python values that its code depends on, such as the rank itself: keep these "
+            f"in tensors, or {ON_ITS_OWN}"
         )
 
 

@@ -27,7 +27,7 @@ from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.costs.collectives import priced_together
 from rotor.engines.graph.engine import GraphEngine
-from rotor.engines.graph.making import check_same
+from rotor.engines.graph.making import ON_ITS_OWN, OtherGraphs, check_same
 from rotor.engines.graph.planned import GraphPlan
 from rotor.errors import CaptureError
 from rotor.report.text import Text
@@ -55,11 +55,11 @@ class _Meeting:
             self._ranks.all_well(error)
         elsewhere = [rank for rank, other in enumerate(found) if other == _ELSEWHERE]
         if 0 < len(elsewhere) < len(found):
-            raise RankError(
+            raise OtherGraphs(
                 f"rank {', '.join(map(str, elsewhere))} of {len(found)} has reached another graph "
                 "than the planned one: a Python value that the model's code depends on has changed "
                 "there, and not on the other ranks. Keep such values in tensors, or the same on "
-                "all ranks; without share_plans() each process plans for itself"
+                f"all ranks, or {ON_ITS_OWN}"
             )
         self.outcome = state
 
@@ -115,7 +115,7 @@ class SharedGraphEngine(GraphEngine):
             if all(refusals):
                 raise CannotPlan(CaptureError(refusals[self._ranks.rank]))
             if any(refusals):
-                raise RankError(next(filter(None, refusals)))
+                raise CannotPlan(RankError(next(filter(None, refusals))))
             is_needless = self.device_of(key) is None
             found = [nothing for (nothing,) in self._ranks.exchange_ints(is_needless)]
             if any(found):
@@ -138,7 +138,10 @@ class SharedGraphEngine(GraphEngine):
 
     def _price_collectives(self, step: CapturedStep) -> None:
         lowered = step.captured.lowered
-        check_same(self._ranks, lowered)
+        try:
+            check_same(self._ranks, lowered)
+        except OtherGraphs as error:
+            raise CannotPlan(RankError(*error.args)) from None
         if not step.planned_for:
             step.set_costs(priced_together(self._ranks, lowered, step.costs, step.device))
 
@@ -228,6 +231,9 @@ class SharedGraphEngine(GraphEngine):
             # All have captured the graph that they reached.
             self._ranks.all_well(None)
             raise
+        except OtherGraphs as error:
+            # Nothing has run on any rank.
+            raise CannotPlan(RankError(*error.args)) from None
         except Exception as error:
             problem = error.error if isinstance(error, CannotPlan) else error
             if meeting.outcome is None:
