@@ -348,10 +348,17 @@ def is_of_capture(error: BaseException) -> bool:
     return any(file.endswith("/torch/_dynamo/convert_frame.py") for file in files)
 
 
+HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+"""Names of the dictionaries of a module's hooks, which its call runs around its forward."""
+
+COMPILED = "_compiled_call_impl"
+"""Name of the call that a module's own ``compile()`` has made."""
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module, or its forward, is wrapped by ``torch.compile``."""
     compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
-    return compiled or getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or getattr(module, COMPILED, None) is not None
 
 
 def in_ddp() -> bool:

@@ -21,9 +21,6 @@ class Refused(Exception):
     """Signal that a call cannot be one node."""
 
 
-_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-
-
 _PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _CONSTANTS = (*_PLAIN_VALUES, *_FUNCTIONS, tuple, torch.device)
@@ -101,7 +98,7 @@ def signature(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
 
 def is_plain_module(module: nn.Module) -> bool:
     """Return whether calling a module calls its class's forward, and nothing else."""
-    return "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
+    return "forward" not in vars(module) and not any(getattr(module, name) for name in core.HOOKS)
 
 
 def scope(tx: Any) -> dict[str, Any]:

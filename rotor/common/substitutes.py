@@ -23,23 +23,24 @@ from rotor._pytorch import core
 class PatchedForwards:
     """Context, entered once, in which modules run a replacement of their forward.
 
-    `make` returns the replacement for a module and its forward; no module may come twice.
+    `make` returns the replacement for a module and its forward; no module may come twice. The
+    forward of a module with a ``compile()`` of its own is compiled, and its replacement is not.
     """
 
     def __init__(
         self, modules: Iterable[nn.Module], make: Callable[[nn.Module, Any], Callable[..., Any]]
     ) -> None:
-        self._own = [(m, m.__dict__.get("forward")) for m in modules]
-        self._new = {id(m): (m, make(m, m.forward), own) for m, own in self._own}
+        self._own = [_Own(module) for module in modules]
+        self._new = {id(o.module): (o, make(o.module, o.callable())) for o in self._own}
 
     def __enter__(self) -> Self:
-        for module, replacement, _ in self._new.values():
-            module.__dict__["forward"] = replacement
+        for own, replacement in self._new.values():
+            own.replace(replacement)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, own in self._own:
-            _restore(module, own)
+        for own in self._own:
+            own.restore()
         # The replacements would keep what refers to this context, such as a meter.
         self._new.clear()
 
@@ -47,16 +48,56 @@ class PatchedForwards:
     def paused(self, module: nn.Module | None = None) -> Iterator[None]:
         """Restore the forward of one of the modules, or of all, in the context."""
         patched = list(self._new.values()) if module is None else [self._new[id(module)]]
-        for one, _, own in patched:
-            _restore(one, own)
+        for own, _ in patched:
+            own.restore()
         try:
             yield
         finally:
-            for one, replacement, _ in patched:
-                one.__dict__["forward"] = replacement
+            for own, replacement in patched:
+                own.replace(replacement)
 
 
-def _restore(module: nn.Module, forward: Any) -> None:
+class _Own:
+    """Forward of a module as it was, and the call that ``compile()`` has made of it, if any."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._forward = module.__dict__.get("forward")
+        self._compiled = module.__dict__.get(core.COMPILED)
+
+    def callable(self) -> Any:
+        """Return the forward; where it is compiled, without the hooks that are compiled with it."""
+        compiled, slots = self._compiled, self.module.__dict__
+        if compiled is None:
+            return self.module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            replaced = slots.get("forward")
+            hooks = {name: slots[name] for name in core.HOOKS}
+            _set_forward(self.module, self._forward)
+            slots.update({name: {} for name in hooks})
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                slots.update(hooks)
+                _set_forward(self.module, replaced)
+
+        return run
+
+    def replace(self, replacement: Any) -> None:
+        """Set another forward, which runs as it is."""
+        _set_forward(self.module, replacement)
+        if self._compiled is not None:
+            self.module.__dict__[core.COMPILED] = None
+
+    def restore(self) -> None:
+        """Set what was there."""
+        _set_forward(self.module, self._forward)
+        if self._compiled is not None:
+            self.module.__dict__[core.COMPILED] = self._compiled
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
     if forward is None:
         module.__dict__.pop("forward", None)
     else:

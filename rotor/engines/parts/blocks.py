@@ -378,8 +378,6 @@ class Calls:
         """Return the reason for which a call cannot be repeated by itself."""
         if not torch.is_grad_enabled():
             return "it runs without gradients"
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            return "it is compiled by its own compile(): use torch.compile(block) instead"
         for leaf in core.tree_flatten(value)[0]:
             if not isinstance(leaf, (torch.Tensor, *_SIMPLE)):
                 kind = type(leaf).__name__
