@@ -6,12 +6,13 @@ import sys
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from rotor._pytorch import core
@@ -22,7 +23,8 @@ core.check(
     _C._functorch.is_batchedtensor
     _C._functorch.is_legacy_batchedtensor _C._vmapmode_decrement_nesting
     _C._vmapmode_increment_nesting _C._will_engine_execute_node
-    autograd._unsafe_preserve_version_counter utils.hooks.RemovableHandle.next_id
+    autograd._unsafe_preserve_version_counter autograd.graph._engine_run_backward
+    utils.hooks.RemovableHandle.next_id
     """
 )
 
@@ -65,6 +67,68 @@ def is_asked_for(tensor: torch.Tensor) -> bool:
     except RuntimeError:
         # PyTorch does not answer for the leaves that torch.autograd.grad was asked for.
         return True
+
+
+def is_hooked(tensor: torch.Tensor) -> bool:
+    """Return whether hooks of the caller's get the gradient of a tensor, not only observers."""
+    hooks = (tensor._backward_hooks or {}).values()
+    return not all(str(getattr(hook, "__module__", "")).startswith(_OBSERVERS) for hook in hooks)
+
+
+_OBSERVERS = ("rotor.", "torch.distributed.")
+"""Packages whose hooks on results only note that a backward has come so far."""
+
+
+def inner_edges(nodes: Iterable[Any], edges: Sequence[Any]) -> list[int]:
+    """Return the numbers of the edges from which others of a graph are computed, in their order."""
+    if len(edges) < 2:
+        return []
+    used = {edge for node in nodes for edge in node.next_functions}
+    found = [k for k, edge in enumerate(edges) if edge[:2] in used]
+    return sorted(found, key=lambda k: edges[k].node._sequence_nr())
+
+
+def edges_asked_for() -> set[tuple[Any, int]]:
+    """Return the nodes, and numbers of their outputs, whose gradients running backwards return."""
+    edges = [
+        one if isinstance(one, GradientEdge) else _edge_of(one)
+        for names in _locals_of(torch.autograd.graph._engine_run_backward.__code__)
+        for one in names["args"][3]
+    ]
+    return {(edge.node, edge.output_nr) for edge in edges}
+
+
+def _locals_of(code: CodeType) -> Iterator[dict[str, Any]]:
+    """Yield the variables of a function's running calls, in all threads."""
+    for start in sys._current_frames().values():
+        for frame, _ in traceback.walk_stack(start):
+            if frame.f_code is code:
+                yield frame.f_locals
+
+
+_edge_of = torch.autograd.graph.get_gradient_edge
+
+
+@contextmanager
+def cut(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let gradients of tensors go no further than to who asks for them."""
+    numbers: dict[Any, set[int]] = {}
+    for tensor in tensors:
+        edge = _edge_of(tensor)
+        numbers.setdefault(edge.node, set()).add(edge.output_nr)
+    handles = [node.register_prehook(_without(own)) for node, own in numbers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without(numbers: Collection[int]) -> Any:
+    def leave_out(gradients: Sequence[torch.Tensor | None]) -> Any:
+        return tuple(None if k in numbers else g for k, g in enumerate(gradients))
+
+    return leave_out
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

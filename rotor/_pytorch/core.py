@@ -404,6 +404,13 @@ def compiled_node(outputs: Iterable[torch.Tensor]) -> Any:
 _NODES_SEARCHED = 64
 
 
+def output_number(tensor: torch.Tensor, node: Any) -> int | None:
+    """Return the number of the node's output that a tensor is, or is a view of, if any."""
+    following = () if tensor.grad_fn is None else tensor.grad_fn.next_functions
+    edges = [(tensor.grad_fn, tensor.output_nr), *following]
+    return next((number for one, number in edges if one is node), None)
+
+
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Function that returns whether the running backward was asked to keep its graph."""
 

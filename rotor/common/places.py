@@ -15,7 +15,7 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor.common.substitutes import slot_names
+from rotor.common.substitutes import exchanged, slot_names
+from rotor.common.tensor_trees import tree_tensors
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "scipy"}
 _IN_MEMORY: Any = io.StringIO | io.BytesIO
@@ -361,6 +362,53 @@ _USES = (
 
 _BY_NAME = {"globals", "vars", "__dict__", "getattr", "setattr", "modules", "import_module"}
 """Names in code that may ask for a value by its name."""
+
+
+def slots_with_tensors(
+    modules: Iterable[nn.Module], *, with_parameters: bool = False
+) -> Iterator[tuple[core.Slot, Any]]:
+    """Yield the places of buffers, and of attributes that may hold tensors, with their values."""
+    for module in modules:
+        slots = core.buffer_slots(module)
+        if with_parameters:
+            slots += core.parameter_slots(module)
+        for slot in slots:
+            yield slot, slot[0][slot[1]]
+        for name, value in list(vars(module).items()):
+            if name not in _OWN_NAMES and _may_hold_tensors(value):
+                yield (vars(module), name), value
+
+
+_OWN_NAMES = frozenset(vars(nn.Module()))
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list | tuple) and any(
+        isinstance(item, torch.Tensor | list | tuple | dict) for item in value
+    )
+
+
+def kept_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Return tensors that attributes of modules hold, and what their forward hooks write to."""
+    found = [tensor for _, value in slots_with_tensors(modules) for tensor in tree_tensors(value)]
+    for place in hook_places(modules):
+        found += tensors_in(place.get())
+    return found
+
+
+def exchange_kept(modules: Sequence[nn.Module], given: Mapping[int, torch.Tensor]) -> None:
+    """Replace tensors, by their ids, in attributes of modules and in containers of hooks."""
+    for (where, name), value in slots_with_tensors(modules):
+        if not given.keys().isdisjoint(map(id, tree_tensors(value))):
+            where[name] = exchanged(value, given)
+    for place in hook_places(modules):
+        held = place.get()
+        if not given.keys().isdisjoint(map(id, tensors_in(held))):
+            place.put(exchanged(held, given))
 
 
 def hook_places(modules: Iterable[nn.Module]) -> Iterator[Place]:

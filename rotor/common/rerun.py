@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import Function
 from torch.utils.weak import TensorWeakRef
 
 from rotor._pytorch import backwards, core, devices
@@ -30,8 +29,7 @@ from rotor.common.collector import CollectorPause
 from rotor.common.dependencies import Dependencies, Record
 from rotor.common.modes import SPLIT_BACKWARD, Modes, RngTracker
 from rotor.common.places import is_same
-from rotor.common.substitutes import exchanged
-from rotor.common.tensor_trees import apart_of, join, output_tensors, tree_tensors, with_tensors
+from rotor.common.tensor_trees import apart_of, join, tree_tensors, with_tensors
 from rotor.common.undisturbed import buffers_copied, generators_kept, trial
 
 
@@ -224,6 +222,13 @@ def _versions(values: Sequence[Any]) -> list[int]:
         return [0 if v is None or v.is_inference() else v._version for v in values]
 
 
+class Level(NamedTuple):
+    """Numbers of one node's outputs among those of a part, and of earlier ones of other nodes."""
+
+    own: Sequence[int]
+    earlier: Sequence[int]
+
+
 class Rerun:
     """State of a part, of its arguments and of random generators when its forward begins.
 
@@ -253,7 +258,7 @@ class Rerun:
             self._before[k] = None if buffer is None else buffer.detach().clone()
         self._versions = _versions(self._kept)
         tensors = tree_tensors(value)
-        self._value = with_tensors(value, tensors if is_whole else _let_go(tensors))
+        self._value = with_tensors(value, tensors if is_whole else let_go(tensors))
         repeats = self._notes.preserves_rng
         self._set_generators = RngTracker(device).kept() if repeats else None
         self.surroundings = unit.surroundings() if repeats else None
@@ -261,8 +266,14 @@ class Rerun:
         self.arguments = set(map(id, tensors))
         self._is_used = self._is_over = self._is_left = self.is_batched = False
         self._first_level = 0
+        self._tape: tuple[Sequence[torch.Tensor], dict[int, torch.Tensor]] | None = None
         self.needs = Needs(device, self._notes.report)
         self.leave: Callable[[], Any] | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules of the part, and their children."""
+        return self._unit.modules
 
     def copies(self) -> list[torch.Tensor]:
         """Return the tensors that were made to keep the state."""
@@ -286,6 +297,7 @@ class Rerun:
         RuntimeError if this is half of the backward of a pipeline's stage, or if the graph was not
         kept for it.
         """
+        self._tape = None  # Of a backward that has failed.
         if self._is_over:
             raise RuntimeError(
                 "trying to backward through the model a second time, what it kept is freed: pass "
@@ -368,7 +380,7 @@ class Rerun:
     def _arguments(self) -> Any:
         """Return the arguments in containers of their own; RuntimeError if one is gone."""
         leaves, spec = core.tree_flatten(self._value)
-        found = list(map(_present, leaves))
+        found = list(map(present, leaves))
         if any(new is None and old is not None for new, old in zip(found, leaves, strict=True)):
             raise RuntimeError(
                 "this backward, with create_graph=True say, has to run a part of the model again, "
@@ -383,52 +395,90 @@ class Rerun:
         given: Sequence[torch.Tensor | None],
         wanted: Sequence[torch.Tensor],
         mine: Sequence[weakref.ref[torch.Tensor]] = (),
+        level: Level | None = None,
+        *,
+        is_one: bool = True,
     ) -> dict[int, torch.Tensor | None]:
         """Return gradients of the tensors in `wanted` that are asked for, by their ids.
 
         `forward` returns the part's outputs, whose gradients are `given`. `mine` are these outputs
         as the caller has them: what is computed of them from now on joins the new graph, so that
         sums of gradients are made in the order of plain autograd.
+
+        `level` are the outputs of the running node, all by default, and earlier ones, beyond which
+        no gradient goes: theirs are returned by their numbers. Without `is_one` more nodes of the
+        part may run in this backward, with the outputs of the same forward.
         """
+        level = Level(range(len(given)), ()) if level is None else level
         asked = {id(t): t for t in wanted if backwards.is_asked_for(t)}
         roots = [k for k, gradient in enumerate(given) if gradient is not None]
-        if not asked or not roots:
+        if not roots or not (asked or level.earlier):
             return {}
         with CollectorPause():  # Between two readings of the level it would free other memory.
-            if self.leave is not None and torch.is_grad_enabled():
-                if (release := self.leave()) is not None:
-                    release()
-                self._is_left = True
-            self.needs.begin()
-            apart = dict[int, torch.Tensor]()
-            outputs = self.output(forward, apart)
-            self.needs.note()
-            if len(outputs) != len(given):
-                raise RuntimeError(
-                    f"the forward returned {len(outputs)} tensors when it ran again for this "
-                    f"backward, and {len(given)} before: it depends on a state that is not "
-                    "restored. Use the plain model (chk.module) for such a backward"
-                )
+            if self._tape is None:
+                self._tape = self._taped(forward, len(given), mine)
+                if not is_one:
+                    core.check_after_backward(self._end)
+            outputs, apart = self._tape
             roots = [k for k in roots if outputs[k].requires_grad]
-            with core.without_hooks(core.hooks_of(asked.values())):
+            earlier = [outputs[k] for k in level.earlier]
+            hooks = core.hooks_of(asked.values())
+            with core.without_hooks(hooks), backwards.cut(earlier):
                 found = torch.autograd.grad(
                     [outputs[k] for k in roots],
-                    [apart.get(k, tensor) for k, tensor in asked.items()],
+                    [*(apart.get(k, tensor) for k, tensor in asked.items()), *earlier],
                     [given[k] for k in roots],
                     create_graph=torch.is_grad_enabled(),
+                    retain_graph=None if is_one else True,
                     allow_unused=True,
                 )
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and mine:
                 with backwards.outside_transforms():
-                    for reference, output in zip(mine, outputs, strict=False):
-                        join(reference(), output)
-            del outputs
-            apart.clear()
+                    for k in level.own:
+                        join(mine[k](), outputs[k])
+            del outputs, earlier
+            self.needs.note()
+            if is_one:
+                self._end()
+        return dict(zip([*asked, *level.earlier], found, strict=True))
+
+    def _end(self) -> None:
+        """Drop the forward that ran again; after the last backward the arguments too."""
+        if self._tape is not None:
+            self._tape[1].clear()
+            self._tape = None
             self.needs.note()
             self.needs.tell(self._is_used)
         if self._is_over:
             self._drop()
-        return dict(zip(asked, found, strict=True))
+
+    def _taped(
+        self,
+        forward: Callable[[Any], Sequence[torch.Tensor]],
+        count: int,
+        mine: Sequence[weakref.ref[torch.Tensor]],
+    ) -> tuple[Sequence[torch.Tensor], dict[int, torch.Tensor]]:
+        """Return the outputs of the part's forward, run again once in a backward."""
+        if self.leave is not None and torch.is_grad_enabled():
+            if (release := self.leave()) is not None:
+                release()
+            self._is_left = True
+        self.needs.begin()
+        apart = dict[int, torch.Tensor]()
+        outputs = self.output(forward, apart)
+        self.needs.note()
+        if any(output is reference() for output in outputs for reference in mine):
+            raise RuntimeError(
+                "this backward has to run the model's forward again, and does not find all of its "
+                "results there: use the plain model (chk.module) for such a backward"
+            )
+        if len(outputs) != count:
+            raise RuntimeError(
+                f"the forward returned {len(outputs)} tensors when it ran again for this "
+                f"backward, and {count} before: it depends on a state that is not "
+                "restored. Use the plain model (chk.module) for such a backward"
+            )
+        return outputs, apart
 
     def _written(self, value: Any) -> list[int]:
         """Return the numbers of the parameters written to since the beginning."""
@@ -464,103 +514,13 @@ def _training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[N
             module.training = training
 
 
-def _let_go(tensors: Iterable[torch.Tensor]) -> list[Any]:
+def let_go(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Return tensors of the caller's, and weak references to those that were computed."""
     return [
         t if type(t) is nn.Parameter or t.grad_fn is None else TensorWeakRef(t) for t in tensors
     ]
 
 
-def _present(leaf: Any) -> Any:
+def present(leaf: Any) -> Any:
     """Return a leaf of arguments; ``None`` for a tensor that is gone."""
     return leaf() if isinstance(leaf, TensorWeakRef) else leaf
-
-
-class _Part:
-    """Captured call, and the way around it; arguments are as of `attach`.
-
-    `positions` are the places of the tensors with gradients in its result; `leaves` get gradients.
-    `token` is told to pass.
-    """
-
-    def __init__(
-        self,
-        rerun: Rerun,
-        forward: Callable[[Any], Any],
-        positions: list[int],
-        leaves: list[torch.Tensor],
-        token: Any,
-        is_outer: bool,
-    ) -> None:
-        self._rerun, self._forward, self._positions = rerun, forward, positions
-        self._leaves, self._token, self._is_outer = _let_go(leaves), token, is_outer
-        self.made: list[weakref.ref[torch.Tensor]] = []
-
-    def backward(self, given: Sequence[torch.Tensor | None]) -> Iterable[torch.Tensor | None]:
-        """Return gradients of the call's outputs and leaves: those of one kind are ``None``."""
-        token = self._token()
-        is_past = token is None and all(gradient is None for gradient in given)
-        if is_past or (self._is_outer and not torch.is_grad_enabled()):
-            return (*given, *[None] * len(self._leaves))
-        has_changed = token is not None and token.reads is not None and bool(token.reads.changed())
-        repeats = token is not None
-        is_wanted = self._rerun.is_wanted(given, repeats=repeats, has_changed=has_changed)
-        if token is not None:
-            token.is_passed = is_wanted
-        if not is_wanted:
-            return (*given, *[None] * len(self._leaves))
-        leaves = list(map(_present, self._leaves))
-        present = [leaf for leaf in leaves if leaf is not None]
-        found = self._rerun.gradients(self._outputs, given, present, self.made)
-        return (*[None] * len(given), *[found.pop(id(leaf), None) for leaf in leaves])
-
-    def _outputs(self, value: Any) -> list[torch.Tensor]:
-        tensors = output_tensors(self._forward(value))
-        return [tensors[k] for k in self._positions]
-
-
-class _Again(Function):
-    """Node that passes gradients on to a captured call, or takes them past it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: _Part, number: int, *tensors: torch.Tensor) -> Any:
-        ctx.part = part
-        ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in tensors[:number]])
-
-    @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
-        return None, None, *ctx.part.backward(given)
-
-
-_apply_again = core.bare_apply(_Again)
-
-
-def attach(
-    output: Any,
-    rerun: Rerun,
-    forward: Callable[[Any], Any],
-    leaves: list[torch.Tensor],
-    token: Any,
-    *,
-    is_outer: bool = False,
-) -> Any:
-    """Return the nested result of a captured call, with a way around the call in its graph.
-
-    `rerun` is the state in which the call began, and `forward` the function of its arguments. Its
-    backward makes gradients of `leaves`; `token` is a weak reference to the object that lives while
-    that backward can run. With `is_outer` it runs again only for gradients that are to be
-    differentiated.
-    """
-    tensors, passed = output_tensors(output), rerun.arguments
-    places: dict[int, int] = {}
-    for k, tensor in enumerate(tensors):
-        if tensor.grad_fn is not None and id(tensor) not in passed:
-            places.setdefault(id(tensor), k)
-    if not places or not leaves:
-        return output
-    positions = list(places.values())
-    part = _Part(rerun, forward, positions, leaves, token, is_outer)
-    made = _apply_again(part, len(positions), *[tensors[k] for k in positions], *leaves)
-    part.made = [*map(weakref.ref, made)]
-    return exchanged(output, dict(zip(places, made, strict=True)))

@@ -35,7 +35,7 @@ LAYERS = [
 ]
 # The same within the folder of the engines: what they share comes first.
 ENGINES = [
-    ["contract", "peers", "learning", "proofs"],
+    ["contract", "peers", "learning", "proofs", "around"],
     ["chain", "plain"],
     ["graph"],
     ["dynamic"],

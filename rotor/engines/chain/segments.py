@@ -21,8 +21,9 @@ from torch.autograd.function import Function
 
 from rotor._pytorch import backwards, core, devices, dispatch
 from rotor.common.modes import Modes, UncountedStates
-from rotor.common.rerun import Rerun, Unit, attach
+from rotor.common.rerun import Rerun, Unit
 from rotor.common.tensor_trees import Flags, apart_of, detached, tree_tensors, with_tensors
+from rotor.engines.around import attach
 from rotor.engines.chain.ends import keeping_nothing, token_of
 from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.engines.chain.plan import Schedule

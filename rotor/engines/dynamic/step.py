@@ -29,19 +29,18 @@ from rotor.common.accounting import (
     SCRAPS_BYTES,
 )
 from rotor.common.frames import warn_caller
-from rotor.common.places import hook_places, tensors_in
+from rotor.common.places import exchange_kept, kept_tensors, slots_with_tensors, tensors_in
 from rotor.common.rerun import Rerun, Surroundings
 from rotor.common.substitutes import exchanged, replace_references, substituted
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.context import Unfollowed, current
 from rotor.dtr.stepping import StepSession
+from rotor.engines.around import around
 from rotor.engines.dynamic.additions import Additions, Arrivals, Undo
 from rotor.engines.dynamic.fetches import as_operators
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
 from rotor.units import exact_bytes
-
-_OWN_NAMES = frozenset(vars(nn.Module()))
 
 _REENTRANT = (
     "torch.utils.checkpoint with use_reentrant=True runs a backward of its own, which PyTorch "
@@ -92,6 +91,7 @@ class BudgetedStep:
         self.output_bytes = self.gradient_bytes = 0
         """Bytes of the outputs and of their gradients, once each exist."""
         self._rerun: Rerun | None = None
+        self.reads, self.is_passed = None, False
         self._surroundings: Surroundings | None = None
         self._theirs: list[torch.Tensor] = []
         self._mine: list[weakref.ref[torch.Tensor]] = []
@@ -140,7 +140,9 @@ class BudgetedStep:
         backwards that are to be differentiated. Raises InfeasibleError if the limit cannot be kept;
         parameters, buffers and the random state are then as before.
         """
-        outer, own, slots = _own_inputs(value, self._places(with_parameters=True))
+        outer, own, slots = _own_inputs(
+            value, slots_with_tensors(self._modules, with_parameters=True)
+        )
         inner = list(own.values())
         self._undo.inputs = tree_tensors(value)
         output = None
@@ -197,7 +199,9 @@ class BudgetedStep:
             theirs = {id(mine): tensor for tensor, mine in zip(outer, inner, strict=True)}
             asked = [theirs.get(id(mine), mine) for mine in self._asked]
             if rerun is not None:
-                everything = [id(t) for t in (*output_tensors(output), *self._attributes())]
+                everything = [
+                    id(t) for t in (*output_tensors(output), *kept_tensors(self._modules))
+                ]
                 if all(key in everything and not t.retains_grad for key, t in unique.items()):
                     self._rerun, self._theirs = rerun, asked
                     # A closure over the step would make a cycle, and free the step too late.
@@ -205,6 +209,10 @@ class BudgetedStep:
                     self._places_of_results = [everything.index(key) for key in unique]
             results = _Node.apply(self, *asked)
             assert self._edges is not None
+            numbers = backwards.inner_edges(nodes, self._edges)
+            if numbers and self._rerun is not None:
+                again, rerun, self._rerun = self._results_again, self._rerun, None
+                results = around(results, rerun, again, asked, self._token, numbers, retains=True)
             self._mine = [*map(weakref.ref, results)]
             self._retained = backwards.Retained(nodes, self._edges, unique.values(), results)
             given |= dict(zip(unique, results, strict=True))
@@ -225,10 +233,14 @@ class BudgetedStep:
         for tensor in tensors:
             self.session.pin(tensor)
 
+    def _token(self) -> BudgetedStep | None:
+        """Return the step while its backward can run."""
+        return None if self._edges is None else self
+
     def _results_again(self, value: Any) -> list[torch.Tensor]:
         """Return the node's outputs from a forward that runs again, without a session."""
         output = self._call(*value)
-        everything = [*output_tensors(output), *self._attributes()]
+        everything = [*output_tensors(output), *kept_tensors(self._modules)]
         return [everything[k] for k in self._places_of_results]
 
     def _kept_elsewhere(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -271,34 +283,14 @@ class BudgetedStep:
 
     # -- values of a forward that are kept elsewhere
 
-    def _places(self, *, with_parameters: bool = False) -> Iterator[tuple[core.Slot, Any]]:
-        for module in self._modules:
-            slots = core.buffer_slots(module)
-            if with_parameters:
-                slots += core.parameter_slots(module)
-            for slot in slots:
-                yield slot, slot[0][slot[1]]
-            for name, value in list(vars(module).items()):
-                if name not in _OWN_NAMES and _may_hold_tensors(value):
-                    yield (vars(module), name), value
-
-    def _attributes(self) -> list[torch.Tensor]:
-        found = [tensor for _, value in self._places() for tensor in tree_tensors(value)]
-        for place in hook_places(self._modules):
-            found += tensors_in(place.get())
-        return found
-
     def _hand_over(self, given: dict[int, torch.Tensor], others: list[torch.Tensor]) -> None:
         """Replace tensors of the forward wherever Python refers to them, by `id`.
 
         The substitutes in `given` are in the graph of the caller; `others` are inputs that the
         forward has put somewhere.
         """
-        for (where, name), value in self._places():
-            if any(id(tensor) in given for tensor in tree_tensors(value)):
-                where[name] = exchanged(value, given)
+        exchange_kept(self._modules, given)
         # Attributes of modules are the usual place, and found faster than others.
-        value = None
         others += [
             tensor
             for tensor, count in self.session.held()
@@ -345,6 +337,8 @@ class BudgetedStep:
             )
         asked = [leaf for leaf, need in zip(self._asked, needed, strict=True) if need]
         if not asked or not roots:
+            if self.is_passed and not core.keeps_graph():
+                self.release()
             return [None] * len(needed)
         # Only operators see the memory of batched gradients.
         is_batched = dispatch.in_batched_backward()
@@ -571,16 +565,6 @@ class _BeforeWrite:
         for step in list(_paused):
             step.session.protect(storage)
         return self._undo.save(storage)
-
-
-def _may_hold_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, list | tuple) and any(
-        isinstance(item, torch.Tensor | list | tuple | dict) for item in value
-    )
 
 
 def _own_inputs(

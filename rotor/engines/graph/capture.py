@@ -39,9 +39,10 @@ from rotor.common.calls import shared_places
 from rotor.common.collector import CollectorPause
 from rotor.common.frames import release, reported, weakly
 from rotor.common.modes import SPLIT_BACKWARD
-from rotor.common.rerun import Rerun, attach
+from rotor.common.rerun import Rerun
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept
+from rotor.engines.around import attach
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.code.early import Delivery
 from rotor.engines.graph.code.emit import StepCode, is_unchecked, read_primals, saved_primals
@@ -93,6 +94,8 @@ class Captured:
     """Dynamo's expressions for the parts of the arguments that the code has read; True: whole."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Numbers that the code has read, by dynamo's expressions of the model's attributes."""
+    keeps: bool | None = None
+    """True if modules hold results after a call; None before the first."""
     late: dict[str, CodeType] = field(default_factory=dict)
     """Dynamo's expressions of what the code reads in a backward, and their code."""
 
@@ -476,11 +479,11 @@ class Capture:
         `rerun` is the state in which the call began, and `forward` its function without a plan.
         """
         leaves, self.leaves = self.leaves, None
-        if not leaves or self.token is None:
+        if not leaves or self.token is None or self.ran is None:
             return output
-        if self.ran is not None and self.ran.late:
+        if self.ran.late:
             rerun.keep_state()
-        return attach(output, rerun, forward, leaves, self.token)
+        return attach(output, rerun, forward, leaves, self.token, self.ran)
 
     def forget_programs(self) -> None:
         """Have the next call of each graph ask for a program."""

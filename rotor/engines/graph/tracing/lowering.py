@@ -171,6 +171,21 @@ class Lowered:
         """Return the bytes of an input's tensors."""
         return sum(map(_bytes, result_tensors(node.meta.get("val"))))
 
+    @cached_property
+    def inner_outputs(self) -> list[int]:
+        """Numbers of the outputs from which others are computed, in their order."""
+        numbers: dict[fx.Node, list[int]] = {}
+        for k, node in enumerate(self.outputs):
+            if isinstance(node, fx.Node):
+                numbers.setdefault(node, []).append(k)
+        read: set[fx.Node] = set()
+        for node in reversed(self.module.graph.nodes):
+            if node in numbers or node in read:
+                read.update(node.all_input_nodes)
+        return [
+            k for node in self.module.graph.nodes if node in read for k in numbers.get(node, ())
+        ]
+
     def tangents_of_gradients(self) -> list[frozenset[int]]:
         """Return for each gradient the numbers of the tangents from which it is computed.
 
