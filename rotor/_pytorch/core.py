@@ -115,6 +115,12 @@ def hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
 
 
+def gradient_hooks_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the dictionaries of hooks on the gradients of leaves, made or accumulated, if any."""
+    leaves = list(tensors)
+    return hooks_of(leaves) + [h for leaf in leaves if (h := leaf._post_accumulate_grad_hooks)]
+
+
 def has_accumulation_hooks(tensor: torch.Tensor, beside: int = 0) -> bool:
     """Return whether more hooks than `beside` run after a gradient of a tensor was accumulated."""
     return len(tensor._post_accumulate_grad_hooks or ()) > beside

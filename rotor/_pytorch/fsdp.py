@@ -295,7 +295,7 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
     """Run single modules, in the middle of a forward or before the first, without a trace.
 
     Their changes of FSDP2 are undone afterwards: its states, the order of prefetches, gradients.
-    Gradients are reduced meanwhile, under any setting.
+    Gradients are reduced meanwhile, under any setting, and no hooks on them are called.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -314,6 +314,7 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
     ]
     orders = [(c.post_forward_order, list(c.post_forward_order)) for c in communications]
     gradients = [(p, p.take_gradients()) for p in parameters]
+    leaves = [tensor for p in parameters for tensor in (p.shard, p.whole) if tensor is not None]
     try:
         for context in contexts:
             context.iter_forward_root = None
@@ -327,7 +328,8 @@ def undisturbed(known: Iterable[Unit]) -> Iterator[None]:
             group.reduce_grads = group.all_reduce_grads = True
         for order, _ in orders:
             order.clear()
-        yield
+        with core.without_hooks(core.gradient_hooks_of(leaves)):
+            yield
     finally:
         for owner, values in kept:
             vars(owner).update(values)

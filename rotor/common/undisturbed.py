@@ -59,13 +59,14 @@ def training_flags_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradients_aside(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Take the gradients of parameters off inside, and put them back afterwards."""
+    """Take the gradients of parameters, and hooks on them, off inside; put them back afterwards."""
     parameters = list(parameters)
     kept = list(zip(parameters, backwards.gradients_of(parameters), strict=True))
     try:
         for parameter, _ in kept:
             parameter.grad = None
-        yield
+        with core.without_hooks(core.gradient_hooks_of(parameters)):
+            yield
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient

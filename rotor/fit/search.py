@@ -88,7 +88,7 @@ def largest_batch(
     and those of plain PyTorch of a step that recomputes nothing.
 
     The model is restored afterwards: parameters, gradients, buffers, random states, training flags.
-    Its own hooks run.
+    Hooks on its modules run, those on its parameters do not.
 
     Parameters
     ----------

@@ -179,6 +179,17 @@ def test_any_module_and_nothing_of_it_changes():
         assert torch.equal(tensor, before[name]), name
 
 
+def test_hooks_on_parameters_train_nothing():
+    model, called = mlp(depth=2), list[torch.Tensor]()
+    for parameter in model.parameters():
+        parameter.register_hook(called.append)
+        parameter.register_post_accumulate_grad_hook(called.append)
+    largest_batch(model, torch.randn(4, 32), "200 KB", engine="chain", max_batch=32, points=1)
+    assert called == []
+    model(torch.randn(4, 32)).sum().backward()
+    assert len(called) == 2 * len(list(model.parameters()))
+
+
 def test_the_smallest_that_does_not_fit_says_what_would():
     with pytest.raises(rotor.InfeasibleError, match="a batch of 4 does not fit in 20 KiB") as error:
         largest_batch(mlp(), torch.randn(4, 32), "20 KiB", multiple_of=4)

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fsdp_models import (
     ranks_that_differ,
     refused,
     squares,
+    trained_in_backwards,
     with_loss,
 )
 from torch import nn
@@ -351,4 +353,7 @@ BLOCK_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "blocks: shared memory": shared_memory,
     "blocks: refusals": refusals,
     "blocks: evaluation": evaluation,
+    "blocks: optimizer in backwards": lambda: trained_in_backwards(
+        Network, attrgetter("blocks"), tighten, same_choices
+    ),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,6 +196,51 @@ def compare(
     if any(abs(a - b) > tolerance for a, b in zip(*losses, strict=True)):
         found.append(f"losses {losses}")
     return found
+
+
+def train_in_backwards(model: nn.Module) -> list[str]:
+    """Have hooks scale and train each parameter; return the list of the names they are called for.
+
+    The calls of the first kind differ in their scale, as a counter of calls would.
+    """
+    called: list[str] = []
+
+    def scale(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        called.append(f"{name}.grad")
+        return gradient * (1 + 0.01 * called.count(f"{name}.grad"))
+
+    def train(name: str, optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
+        called.append(name)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.05, foreach=False)
+        parameter.register_hook(partial(scale, name))
+        parameter.register_post_accumulate_grad_hook(partial(train, name, optimizer))
+    return called
+
+
+def trained_in_backwards(
+    make: Callable[[], Any],
+    blocks_of: Callable[[Any], Iterable[nn.Module]],
+    tighten: Callable[[rotor.Checkpointable], int],
+    same: Callable[[Any], list[str]],
+) -> list[str]:
+    """Steps whose hooks train each parameter once, as in plain steps; measuring calls none."""
+    models = [make() for _ in range(2)]
+    for block in [block for model in models for block in blocks_of(model)]:
+        fully_shard(block, mesh=init_device_mesh(DEVICE, (PROCESSES,)))
+    called = [train_in_backwards(model) for model in models]
+    before = [local(parameter).clone() for parameter in models[1].parameters()]
+    planned = rotor.Checkpointable(models[1], batch(0), "1GB")
+    found = [f"measuring called {len(called[1])} hooks"] if called[1] else []
+    if not all(map(torch.equal, before, map(local, planned.parameters()))):
+        found.append("measuring changed parameters")
+    found += compare(models[0], planned, 3, same=same)
+    tighten(planned)
+    found += compare(models[0], planned, 3, same=same)
+    return found if sorted(called[0]) == sorted(called[1]) else [*found, "other calls of hooks"]
 
 
 def refused(call: Callable[[], Any], kind: type[Exception], words: str) -> list[str]:

@@ -38,6 +38,7 @@ from fsdp_models import (
     shard,
     squares,
     tighten,
+    trained_in_backwards,
     with_loss,
 )
 from fsdp_proofs import PROOF_SCENARIOS
@@ -327,6 +328,9 @@ CHAIN_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "replicas share plans": replicas_share_plans,
     "refusals": refusals,
     "optimizer between": optimizer_between,
+    "optimizer in backwards": lambda: trained_in_backwards(
+        make_model, lambda model: list(model)[1:-1], tighten, same_plans
+    ),
 }
 
 _BY_KIND: dict[str, dict[str, Callable[[], list[str]]]] = {
