@@ -39,14 +39,31 @@ def hooks_made() -> int:
     return int(RemovableHandle.next_id)
 
 
+def in_pipeline() -> bool:
+    """Return whether a schedule, or a stage, of a pipeline is running.
+
+    A send in flight when a profiler ends is reported to the profiler later, in freed memory.
+    """
+    return _PIPELINES in sys.modules and _runs(_PIPELINES)
+
+
 def in_split_backward() -> bool:
     """Return whether a pipeline's schedule runs the half of a backward in some thread."""
-    name = "torch.distributed.pipelining._backward"
-    return name in sys.modules and any(
-        frame.f_globals.get("__name__") == name
-        for start in sys._current_frames().values()
-        for frame, _ in traceback.walk_stack(start)
-    )
+    return _runs(f"{_PIPELINES}._backward")
+
+
+_PIPELINES = "torch.distributed.pipelining"
+
+
+def _runs(name: str) -> bool:
+    """Return whether code of a module, or of a package, is running in some thread."""
+    frame: Any
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith(name):
+                return True
+            frame = frame.f_back
+    return False
 
 
 def is_of_checkpoint(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -614,14 +613,6 @@ def whole_mesh(mesh: Any) -> Any:
 
 def is_distributed() -> bool:
     return has_ranks() and torch.distributed.get_world_size() > 1
-
-
-def in_pipeline() -> bool:
-    """Return whether this process may be sending between stages of a pipeline.
-
-    A send in flight when a profiler ends is reported to the profiler later, in freed memory.
-    """
-    return "torch.distributed.pipelining" in sys.modules and has_ranks()
 
 
 check()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core, devices, dispatch, fsdp
+from rotor._pytorch import backwards, devices, dispatch, fsdp
 from rotor.algorithms.curve import Curve
 from rotor.common.frames import release
 from rotor.common.model_state import ModelState
@@ -570,7 +570,7 @@ class Driver:
         def start() -> StepWatch | None:
             is_crowded, self._is_crowded = self._is_crowded, False
             meter = None
-            if not (is_crowded or core.in_pipeline()):
+            if not (is_crowded or backwards.in_pipeline()):
                 meter = observer_of_step(engine, plan, absent)
             if meter is not None:
                 started.append(meter)

@@ -80,6 +80,11 @@ def compare(rank: int, engine: str, schedule: str) -> list[str]:
         found.append("losses")
     if module.plan.measured_bytes is not None:
         found.append("a step was metered while messages were on their way")
+    for _ in range(2):
+        # The first one comes after several at once.
+        module(torch.randn(ROWS, WIDTH)).sum().backward()
+    if module.plan.measured_bytes is None:
+        found.append("a step outside of the schedule was not metered")
     return found
 
 
