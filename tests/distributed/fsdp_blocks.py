@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -260,6 +261,18 @@ def captured_loss() -> list[str]:
     return with_loss(plain, planned, tighten) + same_choices(planned)
 
 
+def several_forwards() -> list[str]:
+    """A forward before an earlier one's backward is warned of, though nothing is recomputed."""
+    planned = rotor.Checkpointable(shard(Network()), batch(0), "1GB")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.stack([planned(batch(0)) for _ in range(2)]).sum().backward()
+        first = [str(one.message) for one in told]
+        planned(batch(0)).sum().backward()
+    later = [str(one.message) for one in told[len(first) :]]
+    return later if any("each keeps its own" in line for line in first) else ["no warning"]
+
+
 def shared_memory() -> list[str]:
     """Without a limit, the processes of one machine share what is free."""
     planned = rotor.Checkpointable(shard(Network()))
@@ -350,6 +363,7 @@ BLOCK_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "blocks: ranks that differ": lambda: ranks_that_differ(
         shard(Network()), shard(Network()), tighten, same_choices, 200_000, None
     ),
+    "blocks: several forwards": several_forwards,
     "blocks: shared memory": shared_memory,
     "blocks: refusals": refusals,
     "blocks: evaluation": evaluation,

@@ -171,8 +171,6 @@ class BlockStep:
         self._details = details
         self._places = {stage.module: k for k, stage in enumerate(stages)}
         self._called: set[int] = set()
-        self.latest: BlockRun | None = None
-        """Last call that the backward computes again."""
         self.failed: list[int] = []
         """Blocks whose program could not run, and that are computed again instead."""
 
@@ -218,7 +216,7 @@ class BlockStep:
                 return y
         stage, value = self._stages[k], (args, kwargs)
         stage.forward = forward
-        self.latest = BlockRun(
+        run = BlockRun(
             stage,
             self._flags[k],
             value,
@@ -227,7 +225,7 @@ class BlockStep:
             proof=None if self._proof is None else self._proof.of_block(k),
             tell=self._teller(k),
         )
-        return self.latest.output(value)
+        return run.output(value)
 
     def _run_program(self, k: int, graph: Any, number: int, args: Any, kwargs: Any) -> Any:
         """Return the output of a program of a `BlockGraph`, and whether it could run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.engines.chain.growth import kept_until_backward
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter
 from rotor.engines.graph.calls import captured_key, check_arguments
@@ -246,11 +246,11 @@ class ShardedBlocksEngine(MeteredEngine):
             )
         if meter is not None:
             meter.forward_done(output_tensors(output))
-        held = None if step.latest is None else weakref.ref(step.latest)
+        kept = kept_until_backward(output)
 
         def is_pending() -> bool:
-            found = None if held is None else held()
-            return found is not None and not found.is_done()
+            found = None if kept is None else kept()
+            return found is not None and not found.is_done
 
         return self.context.with_loss(output, call.targets), is_pending
 
