@@ -171,9 +171,14 @@ def of(parameters: Iterable[torch.Tensor]) -> Optimizer:
 
 
 def unwrapped(optimizer: Any) -> tuple[Any, list[Any]]:
-    """Return the optimizer that others wrap, such as Accelerate's and Lightning's, and these."""
+    """Return the optimizer that others wrap, such as Accelerate's and Lightning's, and these.
+
+    A scheduler, which has an optimizer too, is none.
+    """
     outer = []
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+    while hasattr(optimizer, "param_groups") and isinstance(
+        inner := getattr(optimizer, "optimizer", None), Optimizer
+    ):
         outer.append(optimizer)
         optimizer = inner
     return optimizer, outer

@@ -15,6 +15,7 @@ from tiers.test_larger_parts import Breaking
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch.optim.lr_scheduler import StepLR
 
 import rotor
 from rotor.memory import meter
@@ -212,6 +213,7 @@ def test_another_optimizer_is_refused(way):
     [
         (lambda p: "adamw", TypeError, "must be an optimizer of torch.optim, got str"),
         (lambda p: None, TypeError, "must be an optimizer of torch.optim, got NoneType"),
+        (lambda p: StepLR(torch.optim.SGD(p), 1), TypeError, "an optimizer of .*, got StepLR"),
         (lambda p: torch.optim.SGD(p[3:]), ValueError, "3 of .* and in no group"),
         (lambda p: torch.optim.LBFGS(p), ValueError, "LBFGS computes with all parameters"),
         (lambda p: torch.optim.SGD(p, differentiable=True), ValueError, "no differentiable"),
