@@ -345,12 +345,13 @@ class _AnyExtents:
         return True
 
 
-def for_emitted(compiler: Callable[..., Any]) -> Callable[..., Any]:
+def for_emitted(compiler: Callable[..., Any], *, keeps_layouts: bool) -> Callable[..., Any]:
     """Return a compiler of forwards whose backwards take modes and gradients as they come.
 
     PyTorch refuses a backward where the deterministic mode was switched on after the forward, and
     copies gradients of outputs into the layout of the outputs. Without a capture they have the
-    layout that the loss gives them, and sums over them are rounded by it.
+    layout that the loss gives them, and sums over them are rounded by it: with `keeps_layouts`,
+    which compiled kernels do not, they come in that one.
     """
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
     from torch._guards import TracingContext
@@ -363,7 +364,7 @@ def for_emitted(compiler: Callable[..., Any]) -> Callable[..., Any]:
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.deterministic = None
             for given in context.fw_metadata.subclass_tangent_meta:
-                if isinstance(given, PlainTensorMeta):
+                if keeps_layouts and isinstance(given, PlainTensorMeta):
                     given.memory_format = as_it_comes
         return compiler(module, inputs)
 

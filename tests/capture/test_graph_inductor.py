@@ -344,6 +344,18 @@ def test_dropout_and_norm_equal_the_unplanned_run(caplog):
     assert caplog.text.count("compiled by Inductor in") == 1
 
 
+@needs_compiler
+def test_gradients_of_any_layout_reach_compiled_kernels():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()).double()
+    x, rows = torch.randn(64, 16).double(), torch.arange(64.0)
+    limited = planned(copy.deepcopy(model), "1GB")
+    for loss in (torch.sum, lambda y: (y.t() * rows).sum(), lambda y: y[::2].sum()):
+        for each in (model, limited):
+            each.zero_grad()
+            loss(each(x)).backward()
+        torch.testing.assert_close(gradients_of(limited), gradients_of(model))
+
+
 @slow
 @needs_compiler
 @pytest.mark.parametrize("fraction", [0.8, 0.7])

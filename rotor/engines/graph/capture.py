@@ -257,7 +257,7 @@ class Capture:
 
         compiler = core.aot_backend(
             partition=partition,
-            forward=captures.for_emitted(compiled),
+            forward=captures.for_emitted(compiled, keeps_layouts=backend != "inductor"),
             backward=lambda module, inputs: Capture._boxed(Capture._backward, module.meta[_GRAPH]),
             inference=lambda module, inputs: Capture._refused,
             decompositions=decompositions,
