@@ -350,8 +350,8 @@ def for_emitted(compiler: Callable[..., Any], *, keeps_layouts: bool) -> Callabl
 
     PyTorch refuses a backward where the deterministic mode was switched on after the forward, and
     copies gradients of outputs into the layout of the outputs. Without a capture they have the
-    layout that the loss gives them, and sums over them are rounded by it: with `keeps_layouts`,
-    which compiled kernels do not, they come in that one.
+    layout that the loss gives them, and sums over them are rounded by it. With `keeps_layouts` they
+    come in that layout; kernels that were compiled for the outputs' layout need the copies.
     """
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
     from torch._guards import TracingContext
