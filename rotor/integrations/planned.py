@@ -314,7 +314,7 @@ class _NoGradient(Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return value.view_as(value)
+        return value.detach()
 
     @staticmethod
     def backward(_: Any, gradient: torch.Tensor | None) -> Any:

@@ -55,8 +55,8 @@ class RotorCallback(Limited, TrainerCallback):
     ------
     TypeError, ValueError
         Errors of `rotor.Checkpointable`; when the ``Trainer`` is made, also if one of its arguments
-        does not go with a limit: ``torch_compile``, FSDP, DeepSpeed, several GPUs in one
-        process, a model cut over devices.
+        does not go with a limit: ``torch_compile``, the first FSDP, DeepSpeed, several GPUs in
+        one process, a model cut over the devices of a process.
     """
 
     def __init__(
@@ -114,14 +114,16 @@ def _has_labels(arguments: Mapping[str, Any]) -> bool:
 def _check(args: Any, model: nn.Module) -> None:
     refused = {
         "torch_compile=True compiles the model as a whole: leave it out, and give RotorCallback "
-        'backend="inductor" for compiled kernels': args.torch_compile or _launched("dynamo_plugin"),
-        "fsdp, in the arguments or in Accelerate's configuration, shards the model, which is not "
-        "planned here: use DistributedDataParallel (torchrun), or fully_shard in a loop of your "
-        "own": args.fsdp or _launched("fsdp_plugin"),
+        'backend="inductor" for compiled kernels': args.torch_compile or _compiles(),
+        "the first FSDP, in the arguments or in Accelerate's configuration, has flat parameters, "
+        "which cannot be planned: set fsdp_version to 2 there": _shards_flat(),
         "deepspeed, in the arguments or in Accelerate's configuration, has an engine of its own, "
-        "which is not planned: leave it out": args.deepspeed or _launched("deepspeed_plugins"),
-        "the model is cut over devices (device_map, tp_plan), and a plan is for a whole model on "
-        "one: load it so, and start a process for each device with torchrun": _is_cut(model),
+        "which is not planned: leave it out": args.deepspeed or _plugin("deepspeed_plugins"),
+        "the model is cut over devices of this process (device_map), and a plan is for a model on "
+        "one: load it so, or with tp_plan, and start a process for each device with torchrun": len(
+            {parameter.device for parameter in model.parameters()}
+        )
+        > 1,
         f"the Trainer would use {args.n_gpu} GPUs in one process (DataParallel): start a process "
         "for each with torchrun, or set CUDA_VISIBLE_DEVICES to one": args.n_gpu > 1,
     }
@@ -130,17 +132,18 @@ def _check(args: Any, model: nn.Module) -> None:
             raise ValueError(f"a limit does not go with these arguments: {reason}")
 
 
-def _launched(plugin: str) -> bool:
-    """Return whether Accelerate has a plugin, which its launcher sets without the arguments."""
+def _plugin(name: str) -> Any:
+    """Return a plugin of Accelerate, which its launcher sets without the arguments; or None."""
     state = sys.modules.get("accelerate.state")
-    shared = {} if state is None else state.AcceleratorState._shared_state
-    found = shared.get(plugin)
+    return None if state is None else state.AcceleratorState._shared_state.get(name)
+
+
+def _compiles() -> bool:
     # A plugin for dynamo always exists; it may do nothing.
-    return found is not None and str(getattr(found, "backend", "")).rpartition(".")[2] != "NO"
+    found = _plugin("dynamo_plugin")
+    return found is not None and str(found.backend).rpartition(".")[2] != "NO"
 
 
-def _is_cut(model: nn.Module) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")
-    sharded = () if tensors is None else tensors.DTensor
-    devices = {parameter.device for parameter in model.parameters()}
-    return len(devices) > 1 or any(isinstance(p, sharded) for p in model.parameters())
+def _shards_flat() -> bool:
+    found = _plugin("fsdp_plugin")
+    return found is not None and getattr(found, "fsdp_version", 1) != 2

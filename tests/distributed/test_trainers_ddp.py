@@ -12,8 +12,8 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import differences, refused
 from gpt2_models import small_gpt2
-from layouts import flat_pairs, sharded, split_pairs
+from layouts import flat_pairs, sharded, split_by_transformers, split_pairs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision_standins import import_torchvision
@@ -72,9 +72,9 @@ def recomputes(plan: Any) -> bool:
 # -- Transformers
 
 
-def gpt() -> Any:
+def gpt(layers: int = 1) -> Any:
     torch.manual_seed(0)
-    return small_gpt2(1, WORDS, LENGTH)
+    return small_gpt2(layers, WORDS, LENGTH)
 
 
 def trainer(model: Any, *callbacks: Any, **arguments: Any) -> Any:
@@ -129,7 +129,8 @@ def transformers_refuses() -> list[str]:
         AcceleratorState._reset_state()
         return trainer(gpt(), RotorCallback(LIMIT), **arguments)
 
-    found = refused(lambda: made(fsdp=True), ValueError, "fsdp, in the arguments")
+    with on_accelerators(fsdp_version=1):
+        found = refused(lambda: trainer(gpt(), RotorCallback(LIMIT)), ValueError, "fsdp_version")
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "aot_eager"
     found += refused(made, ValueError, "torch_compile=True")
     del os.environ["ACCELERATE_DYNAMO_BACKEND"]
@@ -141,16 +142,60 @@ def transformers_refuses() -> list[str]:
     return found
 
 
-def transformers_cut_models() -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+@contextmanager
+def on_accelerators(**plugin: Any) -> Iterator[None]:
+    """Have Accelerate spread models over processes of a CPU as it does over accelerators."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState, DistributedType
+
+    begin = AcceleratorState.__init__
+
+    def started(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if plugin:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin)
+
+    AcceleratorState._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorState, "__init__", started)
+        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)
+        yield
+    AcceleratorState._reset_state()
+
+
+def transformers_spreads_models() -> list[str]:
+    from torch.distributed.tensor import DTensor
 
     from rotor.integrations.transformers import RotorCallback
 
-    model = gpt()
-    weight = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (PROCESSES,)))
-    model.lm_head.weight = nn.Parameter(weight)
-    return refused(lambda: trainer(model, RotorCallback(LIMIT)), ValueError, "cut over devices")
+    shards = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["GPT2Block"],
+        "cpu_ram_efficient_loading": False,
+    }
+    found = []
+    for kind, limit_bytes, plugin in (
+        (partial(gpt, 2), 1_100_000, {"fsdp_version": 2, **shards}),
+        (split_by_transformers, 1_600_000, {}),
+    ):
+        with on_accelerators(**plugin):
+            torch.manual_seed(0)
+            plain, limit, losses = kind(), RotorCallback(limit_bytes, effort="fast"), []
+            torch.manual_seed(0)
+            planned = kind()
+            for model, callbacks in ((plain, []), (planned, [limit])):
+                made = trainer(model, *callbacks)
+                made.train()
+                losses.append([line["loss"] for line in made.state.log_history if "loss" in line])
+        one = same(plain, planned) + kept(limit.model, limit_bytes)
+        if not any(isinstance(p, DTensor) for p in planned.parameters()):
+            one.append("spread over no processes")
+        if len(losses[0]) != 3 or losses[0] != losses[1]:
+            one.append(f"losses {losses}")
+        found += [f"{plugin}: {text}" for text in one]
+    return found
 
 
 # -- Lightning
@@ -283,7 +328,7 @@ def lightning_tells_what_is_too_little() -> list[str]:
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "transformers: trains": transformers_trains,
     "transformers: refuses": transformers_refuses,
-    "transformers: cut models": transformers_cut_models,
+    "transformers: spreads": transformers_spreads_models,
     "lightning: trains": lightning_trains,
     "lightning: spreads": lightning_spreads_models,
     "lightning: accumulates": lightning_accumulates,

@@ -245,7 +245,6 @@ def refused(model, message, args):
 def test_what_needs_other_machines_is_refused():
     refused(make_model(), r"2 GPUs in one process \(DataParallel\)", arguments_of(_n_gpu=2))
     refused(make_model(), "deepspeed, in the arguments", arguments_of(deepspeed={"bf16": {}}))
-    refused(make_model(), "fsdp, in the arguments", arguments_of(fsdp=True))
     model = make_model()
     model.transformer.wte.to("meta")
     refused(model, "cut over devices", arguments_of())
@@ -265,8 +264,8 @@ def test_what_the_launcher_of_accelerate_brings_is_refused(plugin, monkeypatch):
     limit.on_train_end(args, TrainerState(), None)
     if plugin == "fsdp":
         # On the CPU alone Accelerate leaves it out.
-        monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
-        refused(model, "or in Accelerate's configuration, shards the model", args)
+        monkeypatch.setitem(shared, "fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=1))
+        refused(model, "or in Accelerate's configuration, has flat parameters", args)
     elif plugin == "deepspeed":
         # Its plugin needs the package.
         monkeypatch.setitem(shared, "deepspeed_plugins", {"default": object()})
