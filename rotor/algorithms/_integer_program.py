@@ -20,8 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = ["Operations", "Solution", "solve"]
-
 
 @dataclass(frozen=True)
 class Operations:

@@ -11,26 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "HelpFormatter",
-    "add_options",
-    "add_output",
-    "add_trace",
-    "check_folders",
-    "check_pages",
-    "columns",
-    "examples",
-    "give",
-    "number",
-    "say",
-    "show",
-    "tell",
-    "write_command_json",
-    "write_json",
-    "write_stderr",
-]
-
-
 FORMAT = "rotor.command"
 VERSION = 1
 

@@ -11,23 +11,6 @@ from typing import Any, NoReturn
 from rotor.simrd import heuristics, runtimes
 from rotor.units import parse_bytes
 
-__all__ = [
-    "COMMAND",
-    "KINDS",
-    "NO_LIMIT",
-    "OPTIONS",
-    "STRUCTURE",
-    "TOP",
-    "TYPES",
-    "WITHOUT_MEANING",
-    "Option",
-    "budget",
-    "fail",
-    "named",
-    "ratio",
-    "text",
-]
-
 TYPES = ("baseline", "dtr", "simrd")
 KINDS = ("fixed", "ratio", "param_sweep")
 NO_LIMIT = "inf"

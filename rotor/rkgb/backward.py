@@ -17,8 +17,6 @@ from rotor.rkgb.simplified import Coded, S_graph, S_node
 from rotor.rkgb.source import Trace
 from rotor.rkgb.units import Unit, contracted, is_repeatable
 
-__all__ = ["K_C_node", "K_D_node", "K_graph", "build_k"]
-
 _NS = 1e9
 
 

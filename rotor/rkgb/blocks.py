@@ -17,8 +17,6 @@ from rotor.rkgb.simplified import SOURCES, S_graph, S_node
 from rotor.rkgb.source import Trace
 from rotor.rkgb.units import Part, Unit, contracted, part_of
 
-__all__ = ["block_names", "block_of_k", "block_of_s", "classes", "cut"]
-
 
 def cut(sg: S_graph) -> list[list[int]]:
     """Return the numbers of the nodes of each block of a simplified forward, in order.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rotor.graph.graph import Graph
     from rotor.rkgb import Result
 
-__all__ = ["print_all_graphs", "print_graph", "print_graph_list"]
-
 _CLASSES = (
     ("#cfe3f7", "#3b6ea8"),
     ("#fbdcc0", "#b8651b"),

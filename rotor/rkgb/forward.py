@@ -12,8 +12,6 @@ from torch import fx
 from rotor.graph.graph import Graph, Operation, Storage
 from rotor.rkgb.source import Trace
 
-__all__ = ["B_graph", "B_node", "D_graph", "D_node", "Var_info"]
-
 
 @dataclass(frozen=True)
 class Var_info:

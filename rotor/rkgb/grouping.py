@@ -24,8 +24,6 @@ from torch import fx
 from rotor.graph.graph import Graph
 from rotor.rkgb.source import Trace
 
-__all__ = ["Grouped", "group"]
-
 _COPIES = ("_to_copy", "clone", "alias_copy", "lift_fresh_copy", "fill", "detach_copy")
 _LARGEST_CONSTANT = 1 << 20
 """Constants of more bytes are nodes, as published."""

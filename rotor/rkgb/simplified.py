@@ -16,8 +16,6 @@ from rotor.rkgb.grouping import Grouped
 from rotor.rkgb.source import Trace
 from rotor.rkgb.units import Unit, contracted
 
-__all__ = ["SOURCES", "S_graph", "S_node", "build_s"]
-
 SOURCES = "__sources__"
 """Name of the node of the inputs."""
 

@@ -20,8 +20,6 @@ from rotor._pytorch import core
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
 
-__all__ = ["Trace", "argument_names"]
-
 Namer = Callable[[fx.Node], str]
 
 _BLIND = ("native_batch_norm_backward",)

@@ -13,8 +13,6 @@ from rotor.graph.graph import Graph, Operation, Storage
 from rotor.rkgb.grouping import Grouped
 from rotor.rkgb.source import Trace
 
-__all__ = ["Part", "Unit", "contracted", "is_repeatable", "part_of", "units_of"]
-
 
 @dataclass
 class Unit:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.interactive import Interactive
-from rotor.simrd.logs import Log, LogWriter, parse
+from rotor.simrd.log_writer import LogWriter
+from rotor.simrd.logs import Log, parse
 from rotor.simrd.results import Failure, LockedSet, Result, results_to_csv
 from rotor.simrd.settings import Baseline
 from rotor.simrd.simulate import baseline, simulate

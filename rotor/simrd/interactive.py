@@ -12,8 +12,6 @@ from rotor.simrd.settings import forwarded, make_settings
 from rotor.simrd.simulate import failure_of, locked_set
 from rotor.units import check_count, parse_bytes
 
-__all__ = ["Interactive"]
-
 _STATUS = ("ok", "oom", "thrash")
 _LARGEST = 1 << 42
 

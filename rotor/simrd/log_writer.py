@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from rotor import _core
 
-__all__ = ["LogWriter"]
-
 _LARGEST = 1 << 42
 
 

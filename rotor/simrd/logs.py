@@ -1,4 +1,4 @@
-"""Logs of eager programs, in the format of DTR's prototype: `parse` and `LogWriter`.
+"""Logs of eager programs, in the format of DTR's prototype.
 
 A log is one JSON object per line. The reader accepts what the prototype writes: CONSTANT, CALL,
 MEMORY, ALIAS, MUTATE, COPY, COPY_FROM, RELEASE, PIN and ANNOTATE, with numbers as strings or as
@@ -24,18 +24,7 @@ from numpy.typing import NDArray
 from rotor import _core
 from rotor.common.progress import progress
 from rotor.errors import MalformedLogError
-from rotor.simrd.log_writer import LogWriter
 from rotor.simrd.settings import Baseline, compute_baseline, forwarded
-
-__all__ = [
-    "OUTPUT_CONDITIONS",
-    "CommandKind",
-    "Log",
-    "LogSource",
-    "LogWriter",
-    "parse",
-    "shipped_logs",
-]
 
 OUTPUT_CONDITIONS = ("rematerialize", "preallocate", "leave")
 """Choices of `parse` for tensors that still have a name at the end."""
@@ -308,6 +297,7 @@ def parse(
 
     Examples
     --------
+    >>> from rotor.simrd import LogWriter
     >>> writer = LogWriter()
     >>> writer.constant("x", 4)
     >>> writer.call("relu", ["x"], ["y"], 10, bytes=[4], aliases=[-1])

@@ -17,7 +17,8 @@ import random
 from dataclasses import dataclass
 
 from rotor.simrd.interactive import Interactive
-from rotor.simrd.logs import Log, LogWriter, parse
+from rotor.simrd.log_writer import LogWriter
+from rotor.simrd.logs import Log, parse
 
 __all__ = ["Adversarial", "adversarial", "linear", "linear_text", "random_program"]
 

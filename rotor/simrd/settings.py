@@ -14,16 +14,6 @@ from rotor.simrd import heuristics, runtimes
 from rotor.simrd.heuristics import HeuristicLike
 from rotor.units import check_count
 
-__all__ = [
-    "MAX_EVENTS",
-    "Baseline",
-    "Settings",
-    "check_flag",
-    "compute_baseline",
-    "forwarded",
-    "make_settings",
-]
-
 MAX_EVENTS = 10_000_000
 """Events of a trace, 32 bytes each, beyond which `simulate` gives up; a default."""
 

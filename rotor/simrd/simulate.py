@@ -18,8 +18,6 @@ from rotor.simrd.results import EVENT, OPERATION, STORAGE, Failure, LockedSet, L
 from rotor.simrd.settings import MAX_EVENTS, Baseline, Settings, check_flag, make_settings
 from rotor.units import LARGEST_BYTES, parse_bytes
 
-__all__ = ["MAX_EVENTS", "Baseline", "Settings", "baseline", "simulate"]
-
 _STATUS = ("ok", "oom", "thrash")
 
 

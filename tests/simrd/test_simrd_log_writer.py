@@ -17,7 +17,8 @@ from published_logs import needs_logs, path_of, shipped
 
 from rotor import _core
 from rotor.errors import MalformedLogError
-from rotor.simrd.logs import Log, LogWriter, parse
+from rotor.simrd.log_writer import LogWriter
+from rotor.simrd.logs import Log, parse
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6)
 

@@ -27,7 +27,8 @@ from plain_logs import (
 
 from rotor import _core
 from rotor.errors import MalformedLogError
-from rotor.simrd.logs import Log, LogWriter, parse
+from rotor.simrd.log_writer import LogWriter
+from rotor.simrd.logs import Log, parse
 
 
 def test_every_instruction():
