@@ -16,6 +16,7 @@ import numpy as np
 from rotor.experiments.configuration import Configuration, Trial
 from rotor.experiments.keys import NO_LIMIT
 from rotor.experiments.output import Output
+from rotor.report import experiment_figures as figures
 from rotor.report.text import table
 
 __all__ = ["METRICS", "Outcome", "entries", "summarize", "write"]
@@ -299,7 +300,7 @@ def _table_csv(models: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list
         for entry in listed:
             params = entry["specific_params"]
             failed = entry["summary"] == "error"
-            own = {key: params[key] for key in params if key not in _COMMON}
+            own = {key: params[key] for key in params if key not in figures.SETTINGS}
             rows.append(
                 [
                     model,
@@ -315,15 +316,6 @@ def _table_csv(models: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list
 
 
 _RESULTS = ("slowdown", "cpu_slowdown", "throughput", "num_retries")
-_COMMON = (
-    "batch_size",
-    "memory_budget",
-    "ratio",
-    "heuristic",
-    "runtime",
-    "use_sampling",
-    "ignore_small_tensors",
-)
 
 
 def _median(entry: dict[str, Any], metric: str) -> float | None:
@@ -363,7 +355,7 @@ def _counts(config: Configuration) -> str:
 
 def _name(entry: dict[str, Any]) -> str:
     params = entry["specific_params"]
-    own = [f"{key}={params[key]}" for key in params if key not in _COMMON]
+    own = [f"{key}={params[key]}" for key in params if key not in figures.SETTINGS]
     word = f"{entry['type']} {entry['kind']}".strip()
     return " ".join([str(entry["command_id"]), word, *own])
 
@@ -393,8 +385,6 @@ def _line(entry: dict[str, Any]) -> list[str]:
 
 
 def _draw(output: Output, models: dict[str, list[dict[str, Any]]], clock: str) -> None:
-    from rotor.report import experiment_figures as figures
-
     for suffix, panels, draw in (
         ("_slowdown", figures.budget_panels(models, clock), figures.budget_grid),
         ("_ratio", figures.ratio_panels(models, clock), figures.ratio_grid),

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rotor.chain import check_header, read_json, write_text
+from rotor.chain import write_text
 from rotor.experiments.cells import Store
 from rotor.experiments.simrd_manifest import entries
 from rotor.simrd.logs import Log, parse
@@ -195,8 +195,3 @@ def open_log(path: str, digest: str) -> Log:
         # Ignored releases are counted in the results; every process would say so again.
         warnings.simplefilter("ignore", UserWarning)
         return parse(path)
-
-
-def read_results(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """Return the fields of a ``data/<name>.json``, without its header."""
-    return check_header(read_json(path), f"rotor.experiment.{name}", VERSION)

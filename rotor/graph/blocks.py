@@ -94,7 +94,7 @@ def _every_order(
     """Return the events of a program in each order to price: known ones, and without knowledge."""
     program.graph.require_plain("an account of blocks")
     return [
-        _split_events(program, outliving, beside, known, is_second)
+        split_events(program, outliving, beside, known, is_second)
         for known in ([None] if orders is None else [orders, None])
         for is_second in (False, True)
     ]
@@ -171,20 +171,6 @@ def _after_piece(piece: int, events: npt.NDArray[np.int64]) -> dict[str, int]:
     return _core.replay_blocks(events, False, 0, False)[0]
 
 
-def program_events(
-    program: Program,
-    beside: Sequence[int] = (),
-    orders: Sequence[Orders | None] | None = None,
-    *,
-    is_second: bool = False,
-) -> npt.NDArray[np.int64]:
-    """Return the allocations and frees of a program, in order, as events of `replay`.
-
-    `is_second` chooses the second of the two orders within each operation.
-    """
-    return _split_events(program, (), beside, orders, is_second).inside
-
-
 def runs_outside(
     is_loss: bool, workspace_bytes: int, kept_bytes: Mapping[int, int], outliving: Collection[int]
 ) -> bool:
@@ -210,7 +196,7 @@ class _Events(NamedTuple):
     outside: npt.NDArray[np.int64]
 
 
-def _split_events(
+def split_events(
     program: Program,
     outliving: Collection[int],
     beside: Sequence[int],

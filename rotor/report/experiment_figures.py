@@ -17,7 +17,7 @@ PARTS = ("base", "rematerialization", "eviction loop", "cost compute", "unprofil
 """Parts of the time of a step, from the bottom of a bar."""
 
 _PART_COLORS = dict(zip(PARTS, (*COLORS[:4], "0.75"), strict=True)) | {"baseline": "0.45"}
-_SETTINGS = (
+SETTINGS = (
     "batch_size",
     "memory_budget",
     "ratio",
@@ -26,6 +26,7 @@ _SETTINGS = (
     "use_sampling",
     "ignore_small_tensors",
 )
+"""Parameters of commands that are none of their models."""
 _BYTES_PER_MB = 1e6
 _BAR = 0.7
 _TITLE = 34
@@ -73,7 +74,7 @@ def _slowdown(entry: Mapping[str, Any], clock: str) -> float | None:
 def _own(entry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the parameters of the model."""
     params = entry["specific_params"]
-    return tuple((key, value) for key, value in params.items() if key not in _SETTINGS)
+    return tuple((key, value) for key, value in params.items() if key not in SETTINGS)
 
 
 def _workload(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -169,11 +170,15 @@ def _stack(ax: Any, bars: Sequence[Mapping[str, Any]]) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for x, bar in enumerate(bars):
         if bar["parts"] is None:
-            text = {"rotation": 90, "ha": "center", "va": "bottom", "color": "#aa0000"}
-            ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
+            _mark_error(ax, x)
     ax.set_xlim(-0.6, len(bars) - 0.4)
     ax.set_xticks(list(places), [bar["label"] for bar in bars], rotation=35, ha="right")
     ax.grid(axis="x", visible=False)
+
+
+def _mark_error(ax: Any, x: float) -> None:
+    text = {"rotation": 90, "ha": "center", "va": "bottom", "color": "#aa0000"}
+    ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
 
 
 def ratio_panels(models: Models, clock: str = "gpu_time") -> list[dict[str, Any]]:
@@ -299,8 +304,7 @@ def throughput_grid(ax: Any, panel: Mapping[str, Any]) -> None:
         ax.bar(places, [value or 0.0 for value in values], width, color=color, label=name)
         for x, label in zip(places, labels, strict=True):
             if label in found and found[label]["summary"] == "error":
-                text = {"rotation": 90, "ha": "center", "va": "bottom", "color": "#aa0000"}
-                ax.text(x, 0.02, "error", transform=ax.get_xaxis_transform(), **text)
+                _mark_error(ax, x)
     ax.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
     ax.grid(axis="x", visible=False)
     ax.set_ylabel("examples / s")

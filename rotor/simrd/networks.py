@@ -12,6 +12,7 @@ References
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from rotor.simrd.logs import Log, parse
 __all__ = ["Adversarial", "adversarial", "linear", "linear_text", "random_program"]
 
 _STEP = b"@"
-_PIECE_BYTES = 1 << 20
 
 
 def _call(
@@ -232,28 +232,6 @@ def _path_by_path(lengths: list[int]) -> bytes:
     return writer.getvalue()
 
 
-class _Steps:
-    """A binary file of a log: a head, and a step that is repeated under other names."""
-
-    def __init__(self, head: bytes, step: bytes, count: int) -> None:
-        self._rest = head
-        self._step = step
-        self._done = 0
-        self._count = count
-
-    def read(self, size: int = -1) -> bytes:
-        pieces = [self._rest]
-        held = len(self._rest)
-        while self._done < self._count and (size < 0 or held < size):
-            pieces.append(self._step.replace(_STEP, b"_%d" % self._done))
-            held += len(pieces[-1])
-            self._done += 1
-        text = b"".join(pieces)
-        end = len(text) if size < 0 else size
-        self._rest = text[end:]
-        return text[:end]
-
-
 def random_program(
     commands: int, *, seed: int = 0, pool: int = 64, path: str | os.PathLike[str] | None = None
 ) -> Log:
@@ -297,12 +275,13 @@ def random_program(
         head.constant(f"w{i}", rng.randint(1, 64) << 10)
     head.constant("x", 1 << 20)
     step, per_step = _training_step(rng, pool)
-    steps = _Steps(head.getvalue(), step, -(-commands // per_step))
+    count = -(-commands // per_step)
+    steps = (step.replace(_STEP, b"_%d" % number) for number in range(count))
+    pieces = itertools.chain([head.getvalue()], steps)
     if path is None:
-        return parse(steps)
+        return parse(b"".join(pieces))
     with open(path, "wb") as file:
-        while piece := steps.read(_PIECE_BYTES):
-            file.write(piece)
+        file.writelines(pieces)
     return parse(path)
 
 

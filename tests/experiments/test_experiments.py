@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from rotor import experiments
+from rotor.chain import check_header, read_json
 from rotor.errors import MalformedLogError
 from rotor.experiments import adversarial, linear, static, sweeps
 from rotor.experiments.cells import Cell, Store, run_cells
-from rotor.experiments.output import find_logs, read_results
+from rotor.experiments.output import VERSION, find_logs
 from rotor.simrd import LogWriter, networks
 
 BEGINNINGS = {"pdf": b"%PDF", "png": b"\x89PNG", "svg": b"<?xml"}
@@ -76,7 +77,8 @@ def test_pareto_writes_data_summary_and_figures(logs, tmp_path):
     assert found["summary/pareto.txt"].decode() == output.text + "\n"
     for word in ("DTREqClass", "line", "net", "OOM"):
         assert word in output.text
-    data = read_results(tmp_path / "data" / "pareto.json", "pareto")
+    written = read_json(tmp_path / "data" / "pareto.json")
+    data = check_header(written, "rotor.experiment.pareto", VERSION)
     assert [log["title"] for log in data["results"]] == ["line", "net"]
     curves = data["results"][0]["groups"][""]
     assert len(curves) == 7
@@ -366,7 +368,8 @@ def test_static_compares_planners_heuristics_and_checkmate(tmp_path):
     (tmp_path / "line.log").write_bytes(networks.linear_text(6))
     config = static.Config((str(tmp_path / "line.log"),), ratios=(0.7, 0.85, 1.0))
     output = static.run(config, tmp_path, formats=EVERY)
-    (entry,) = read_results(tmp_path / "data" / "static.json", "static")["results"]
+    written = read_json(tmp_path / "data" / "static.json")
+    (entry,) = check_header(written, "rotor.experiment.static", VERSION)["results"]
     assert entry["operations"] == 12
     assert set(entry["points"]) == set(config.planners)
     if entry["checkmate"] is not None:

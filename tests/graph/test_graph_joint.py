@@ -15,7 +15,7 @@ from random_graphs import GRAPHS, training_graph
 
 from rotor.errors import InfeasibleError
 from rotor.graph import Graph, Link, Operation, Program, curve, plan, simulate, summarise
-from rotor.graph.blocks import program_bytes, program_events
+from rotor.graph.blocks import program_bytes, split_events
 
 FACTS = {("unet", 0.4): 1.034, ("unet", 0.25): 1.103, ("gpt6", 0.4): 1.043, ("gpt6", 0.25): 1.093}
 """Slow-downs at which a search without incremental pricing arrives, by graph and budget."""
@@ -263,7 +263,7 @@ def test_summaries_and_allocations_know_what_moves():
     # The allocations of the program, frees at once: they are those of the simulator.
     sizes: list[int] = []
     live = most = 0
-    for event in program_events(program).tolist():
+    for event in split_events(program, (), (), None, False).inside.tolist():
         if event >= 0:
             sizes.append(event)
             live += event

@@ -8,9 +8,10 @@ import pickle
 import pytest
 
 from rotor import experiments, simrd
+from rotor.chain import check_header, read_json
 from rotor.commands.main import main
 from rotor.experiments import adversarial, linear, static, sweeps
-from rotor.experiments.output import find_logs, read_results
+from rotor.experiments.output import VERSION, find_logs
 
 LOGS = sorted(experiments.shipped_logs().glob("*.log.gz"))
 MOST_BYTES = 300_000
@@ -60,7 +61,8 @@ def test_pareto_needs_no_argument(folder, capsys):
     code, text, _ = command(capsys, "pareto")
     assert code == 0
     assert "ResNet-32" in text
-    results = read_results(folder / "results/data/pareto.json", "pareto")["results"]
+    data = read_json(folder / "results/data/pareto.json")
+    results = check_header(data, "rotor.experiment.pareto", VERSION)["results"]
     assert len(results) == len(LOGS)
     assert (folder / "results/graph/pareto.pdf").read_bytes().startswith(b"%PDF")
 
@@ -74,8 +76,8 @@ def test_all_makes_every_figure_with_one_command(folder, capsys, monkeypatch):
     drawn = sorted(path.name for path in (folder / "figures/graph").iterdir())
     assert drawn == [f"{name}.svg" for name in FIGURES]
     for name in experiments.names():
-        written = read_results(folder / f"figures/data/{name}.json", name)
-        assert written["results"]
+        data = read_json(folder / f"figures/data/{name}.json")
+        assert check_header(data, f"rotor.experiment.{name}", VERSION)["results"]
         assert (folder / f"figures/summary/{name}.txt").read_text().strip() in text
 
     # Again, and nothing runs but what writes files.
