@@ -14,33 +14,22 @@ References
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
 class Operations:
     """Operations in their order, and the values that they read and make.
 
-    Attributes
-    ----------
-    reads, makes
-        Values of each operation; each value is made by one operation.
-    costs
-        Time of each operation, in any unit.
-    workspaces
-        Memory of each operation beside its values while it runs, in units of the budget.
-    repeatable
-        Whether each operation may run again.
-    sizes
-        Memory of each value.
-    resident_from
-        Stage at whose begin a value is in memory and stays from then on.
-    within
-        Values that are kept wherever a value is kept: the memory that a view lies on.
+    Each value is made by one operation. Costs are times in any unit. Memory is in the unit of the
+    budget: `sizes` of the values, `workspaces` that operations take beside their values.
+    `resident_from` has the stage at whose begin a value is in memory and stays from then on,
+    `within` the values that are kept wherever a value is kept: the memory that a view lies on.
     """
 
     reads: Sequence[Sequence[int]]
@@ -55,18 +44,10 @@ class Operations:
 
 @dataclass(frozen=True)
 class Solution:
-    """Outcome of a search.
+    """Outcome of a search, with the last words of the solver.
 
-    Attributes
-    ----------
-    status
-        "infeasible" is proven; "time limit" holds with and without runs.
-    runs
-        Operations in the order of their runs, for each stage; ``None`` without a schedule.
-    bound
-        Least time of any schedule of the form, as far as is proven.
-    message
-        Last words of the solver.
+    "infeasible" is proven; "time limit" holds with and without runs. `runs` are operations in their
+    order, for each stage. No schedule of the form takes less time than `bound`.
     """
 
     status: Literal["optimal", "time limit", "infeasible"]
@@ -75,7 +56,7 @@ class Solution:
     message: str
 
 
-class _Rows:
+class Rows:
     """Constraints that are collected: coefficients of variables, and upper bounds."""
 
     def __init__(self) -> None:
@@ -84,7 +65,8 @@ class _Rows:
         self.values: list[float] = []
         self.upper: list[float] = []
 
-    def at_most(self, terms: list[tuple[int, float]], upper: float) -> None:
+    def at_most(self, terms: Iterable[tuple[int, float]], upper: float) -> None:
+        """Bound a sum of variables, by their numbers and coefficients."""
         for column, value in terms:
             self.rows.append(len(self.upper))
             self.columns.append(column)
@@ -92,6 +74,7 @@ class _Rows:
         self.upper.append(upper)
 
     def implies(self, variable: int, any_of: Sequence[int | None]) -> None:
+        """Require one of some variables wherever another one is."""
         self.at_most([(variable, 1.0), *((m, -1.0) for m in any_of if m is not None)], 0.0)
 
 
@@ -113,7 +96,7 @@ class _Model:
                 self.users[v].append(k)
         self.begin = [operations.resident_from.get(v, self.n + 1) for v in range(len(self.users))]
         self._variables()
-        self.rows = _Rows()
+        self.rows = Rows()
         self._dependencies()
         for t in range(self.n):
             self._memory(t)
@@ -184,58 +167,61 @@ class _Model:
                     live.append((self.freed[t, k, v], -float(sizes[v])))
 
 
-def solve(
-    operations: Operations, budget: int, *, time_limit: float | None = None, gap: float = 0.0
-) -> Solution:
-    """Return the fastest runs within a budget, and the proven bound.
+def minimise(
+    asked: str,
+    costs: npt.NDArray[np.float64],
+    rows: Rows,
+    bounds: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]],
+    integral: npt.NDArray[np.float64],
+    *,
+    gap: float,
+    time_limit: float | None,
+) -> Any:
+    """Return SciPy's answer to an integer program, for what has asked for it.
 
-    Parameters
-    ----------
-    operations
-        What runs, at least one operation.
-    budget
-        The most memory at any moment, in the unit of the sizes.
-    time_limit
-        Seconds after which the best runs so far are the answer.
-    gap
-        Relative gap at which the search may stop.
-
-    Raises
-    ------
-    ImportError
-        SciPy is not installed; the message names the extra that brings it.
+    `integral` is 1 for variables that are whole numbers, `gap` the relative gap at which the search
+    may stop, `time_limit` in seconds. Raises ImportError without SciPy.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
     except ImportError as error:
         raise ImportError(
-            "checkmate needs SciPy: `pip install scipy`, or in a clone of rotor "
+            f"{asked} needs SciPy: `pip install scipy`, or in a clone of rotor "
             '`pip install ".[ilp]"`'
         ) from error
+    shape = len(rows.upper), len(costs)
+    matrix = csr_array((rows.values, (rows.rows, rows.columns)), shape=shape)
+    options: dict[str, Any] = {"mip_rel_gap": float(gap)}
+    if time_limit is not None:
+        options["time_limit"] = float(time_limit)
+    return milp(
+        costs,
+        integrality=integral,
+        bounds=Bounds(*bounds),
+        constraints=LinearConstraint(matrix, -np.inf, np.array(rows.upper)),
+        options=options,
+    )
+
+
+def solve(
+    operations: Operations, budget: int, *, time_limit: float | None = None, gap: float = 0.0
+) -> Solution:
+    """Return the fastest runs of at least one operation within a budget, and the proven bound.
+
+    The budget is in the unit of the sizes. After `time_limit` seconds the best runs so far are the
+    answer; `gap` is the relative gap at which the search may stop.
+    """
     model = _Model(operations, budget)
     costs, integral, lower = np.zeros(model.count), np.ones(model.count), np.zeros(model.count)
     for (t, k), variable in model.run.items():
         costs[variable] = operations.costs[k]
         lower[variable] = float(t == k)
     integral[list(model.freed.values())] = 0
-    rows = model.rows
     scale = max(float(costs.max(initial=1.0)), 1.0)
-    options: dict[str, Any] = {"mip_rel_gap": float(gap)}
-    if time_limit is not None:
-        options["time_limit"] = float(time_limit)
-    answer: Any = milp(
-        costs / scale,
-        integrality=integral,
-        bounds=Bounds(lower, np.ones(model.count)),
-        constraints=LinearConstraint(
-            csr_array(
-                (rows.values, (rows.rows, rows.columns)), shape=(len(rows.upper), model.count)
-            ),
-            -np.inf,
-            np.array(rows.upper),
-        ),
-        options=options,
+    bounds = lower, np.ones(model.count)
+    answer = minimise(
+        "checkmate", costs / scale, model.rows, bounds, integral, gap=gap, time_limit=time_limit
     )
     if answer.x is None:
         status: Literal["infeasible", "time limit"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from rotor.algorithms._integer_program import Rows, minimise
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.units import parse_bytes
@@ -75,7 +75,7 @@ class _Moment:
         self.index = {s: k for k, s in enumerate(self.made)}
         self.graph, self.link, self.budget = graph, link, budget
         self.count = 2 * len(self.made) + self.begin + 2
-        self.rows: list[tuple[dict[int, float], float]] = []
+        self.rows = Rows()
         self._need()
         self._pass()
 
@@ -88,28 +88,30 @@ class _Moment:
     def _again(self, operation: int) -> int:
         return 2 * len(self.made) + operation
 
-    def _atleast(self, storage: int, other: dict[int, float]) -> None:
-        terms = dict(other)
+    def _atleast(self, storage: int, reader: int | None = None) -> None:
+        """Require a storage: for all that comes later, or as far as a reader runs again."""
         maker = self._again(self.graph.producers[storage])
-        for variable in (self._kept(storage), self._moved(storage), maker):
-            terms[variable] = terms.get(variable, 0.0) - 1.0
-        self.rows.append((terms, 0.0 if other else -1.0))
+        sources = [(self._kept(storage), -1.0), (self._moved(storage), -1.0), (maker, -1.0)]
+        if reader is None:
+            self.rows.at_most(sources, -1.0)
+        else:
+            self.rows.at_most([(self._again(reader), 1.0), *sources], 0.0)
 
     def _need(self) -> None:
         """Require values that are read later, and the inputs of runs; limit the bytes in memory."""
         ops = self.graph.operations
         later = {s for op in ops[self.begin :] for s in op.inputs if s in self.index}
         for storage in sorted(later):
-            self._atleast(storage, {})
+            self._atleast(storage)
         for number in range(self.begin):
             for storage in set(ops[number].inputs):
-                self._atleast(storage, {self._again(number): 1.0})
+                self._atleast(storage, number)
         sizes = self.graph.storages
         own = min(
             sum(sizes[s].bytes for s in op.outputs) + op.workspace_bytes for op in ops[self.begin :]
         )
-        held = {self._kept(s): sizes[s].bytes * _SCALE for s in self.made}
-        self.rows.append((held, (self.budget - own) * _SCALE))
+        held = [(self._kept(s), sizes[s].bytes * _SCALE) for s in self.made]
+        self.rows.at_most(held, (self.budget - own) * _SCALE)
 
     def _pass(self) -> None:
         """Relate the time before to writes, the time after to reads and to runs."""
@@ -119,13 +121,13 @@ class _Moment:
         self.least = (sum(costs[: self.begin]), sum(costs[self.begin :]))
         latency = link.latency_ns * _SCALE
         for variable, rate in ((before, link.write_bytes_per_s), (after, link.read_bytes_per_s)):
-            terms = {
-                self._moved(s): self.graph.storages[s].bytes * 1e9 / rate * _SCALE + latency
+            terms = [
+                (self._moved(s), self.graph.storages[s].bytes * 1e9 / rate * _SCALE + latency)
                 for s in self.made
-            }
-            self.rows.append(({**terms, variable: -1.0}, 0.0))
-        runs = {self._again(k): costs[k] for k in range(self.begin)}
-        self.rows.append(({**runs, after: -1.0}, -self.least[1]))
+            ]
+            self.rows.at_most([*terms, (variable, -1.0)], 0.0)
+        runs = [(self._again(k), costs[k]) for k in range(self.begin)]
+        self.rows.at_most([*runs, (after, -1.0)], -self.least[1])
 
     def _bounds(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         low, high = np.zeros(self.count), np.ones(self.count)
@@ -144,44 +146,21 @@ class _Moment:
 
     def solve(self, integer: bool, time_limit: float | None) -> float:
         """Return the bound in seconds."""
-        try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import csr_array
-        except ImportError as error:
-            raise ImportError(
-                "offload_bound needs SciPy: `pip install scipy`, or in a clone of rotor "
-                '`pip install ".[ilp]"`'
-            ) from error
-        data, columns, starts = _sparse(terms for terms, _ in self.rows)
-        matrix = csr_array((data, columns, starts), shape=(len(self.rows), self.count))
         costs = np.zeros(self.count)
         costs[-2:] = 1.0
         integral = np.full(self.count, float(integer))
         integral[-2:] = 0.0
-        low, high = self._bounds()
-        options: dict[str, Any] = {"mip_rel_gap": 1e-4}
-        if time_limit is not None:
-            options["time_limit"] = float(time_limit)
-        found = milp(
+        found = minimise(
+            "offload_bound",
             costs,
-            constraints=LinearConstraint(matrix, -np.inf, [limit for _, limit in self.rows]),
-            bounds=Bounds(low, high),
-            integrality=integral,
-            options=options,
+            self.rows,
+            self._bounds(),
+            integral,
+            gap=1e-4,
+            time_limit=time_limit,
         )
         if found.status == 2:
             return math.inf
         bound = found.mip_dual_bound if integer else found.fun
         least = sum(self.least) if bound is None else max(float(bound), sum(self.least))
         return least / _SCALE / 1e9
-
-
-def _sparse(rows: Iterable[dict[int, float]]) -> tuple[list[float], list[int], list[int]]:
-    data: list[float] = []
-    columns: list[int] = []
-    starts = [0]
-    for terms in rows:
-        columns.extend(terms)
-        data.extend(terms.values())
-        starts.append(len(columns))
-    return data, columns, starts
