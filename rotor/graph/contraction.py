@@ -38,7 +38,7 @@ def places(graph: Graph) -> list[str]:
     for index, op in enumerate(graph.operations):
         before = op.module or (before if op.phase == phase else "")
         phase = op.phase
-        between = _common([before, after[index]]) if before and after[index] else ""
+        between = common_path([before, after[index]]) if before and after[index] else ""
         found.append(op.module or between)
     return found
 
@@ -136,7 +136,7 @@ def _merged(
         phase=first.phase,
         random=any(op.random for op in members),
         once=any(op.once for op in members),
-        module=_common(op.module for op in members if op.module),
+        module=common_path(op.module for op in members if op.module),
         extra={"operations": list(group)},
     )
 
@@ -156,7 +156,7 @@ def peak_of_group(graph: Graph, group: Iterable[int], kept: set[int]) -> int:
     return peak
 
 
-def _common(paths: Iterable[str]) -> str:
+def common_path(paths: Iterable[str]) -> str:
     """Return the common beginning of the paths of some modules."""
     same: list[str] = []
     for names in zip(*(path.split(".") for path in paths), strict=False):

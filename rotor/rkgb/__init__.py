@@ -19,11 +19,11 @@ from rotor.graph.graph import Graph
 from rotor.rkgb import backward as _backward
 from rotor.rkgb import forward as _forward
 from rotor.rkgb import simplified as _simplified
-from rotor.rkgb.backward import K_C_node, K_D_node, K_graph, build_k
+from rotor.rkgb.backward import Builder, K_C_node, K_D_node, K_graph
 from rotor.rkgb.blocks import anonymous, block_names, block_of_k, block_of_s, classes, cut
 from rotor.rkgb.figures import print_all_graphs, print_graph, print_graph_list
 from rotor.rkgb.forward import B_graph, B_node, D_graph, D_node, Var_info, build_b, build_d
-from rotor.rkgb.grouping import group
+from rotor.rkgb.grouping import Grouping
 from rotor.rkgb.partitioned import Partitioner, PartitionerSequence
 from rotor.rkgb.simplified import S_graph, S_node, build_s
 from rotor.rkgb.source import Trace, argument_names
@@ -185,8 +185,8 @@ class Result:
         make_inputs(model, model_args, model_kwargs)
         args, kwargs = _arguments(model_args, model_kwargs)
         step, primals = capture_inputs(model, args, kwargs)
-        _, names = argument_names(model, args, kwargs)
-        found = _built(Trace(step, model, primals, names), step_graph(step), partitioner)
+        trace = Trace(step, model, primals, argument_names(model, args, kwargs))
+        found = _built(trace, step_graph(step), partitioner)
         vars(self).update(found, wanted_graphs=wanted)
 
     def _wanted(self, name: str, graph: Graph) -> Graph | None:
@@ -345,10 +345,10 @@ def _partitioner(given: Sequence[Partitioner] | None) -> Partitioner:
 
 def _built(trace: Trace, step: Graph, partitioner: Partitioner) -> dict[str, Any]:
     """Return the attributes of a result."""
-    grouped = group(trace, step)
+    grouped = Grouping(trace, step).run()
     sg = build_s(trace, step, grouped)
     units = units_of(trace, grouped)
-    kg = build_k(trace, step, grouped, units, sg)
+    kg = Builder(trace, step, grouped, units, sg).run()
     dg = build_d(trace, step)
     blocks = cut(sg)
     texts = anonymous(trace, grouped, kg, blocks)

@@ -11,7 +11,7 @@ from torch import fx
 
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program, simulate
-from rotor.rkgb.forward import Var_info, value_infos
+from rotor.rkgb.forward import Var_info
 from rotor.rkgb.grouping import Grouped
 from rotor.rkgb.simplified import Coded, S_graph, S_node
 from rotor.rkgb.source import Trace
@@ -189,7 +189,7 @@ class K_graph:
 
     list_kcn: list[K_C_node]
     list_kdn: list[K_D_node]
-    dict_kn: dict[str, K_C_node | K_D_node] = field(repr=False)
+    dict_kn: dict[str, K_C_node | K_D_node] = field(init=False, repr=False)
     loss_kcn: K_C_node
     input_kdn_data: K_D_node
     input_kdn_grad: K_D_node | None
@@ -203,6 +203,10 @@ class K_graph:
     sg: S_graph = field(repr=False)
     graph: Graph = field(repr=False)
     step: Graph = field(repr=False)
+
+    def __post_init__(self) -> None:
+        nodes: list[K_C_node | K_D_node] = [*self.list_kcn, *self.list_kdn]
+        self.dict_kn = {node.name: node for node in nodes}
 
     def simulate(self, nodes: Iterable[K_C_node] | None = None) -> Program:
         """Check and price computations in some order, operation by operation.
@@ -234,31 +238,26 @@ class K_graph:
         return simulate(self.step, ops)
 
 
-def build_k(
-    trace: Trace, step: Graph, grouped: Grouped, units: Sequence[Unit], sg: S_graph
-) -> K_graph:
-    """Return the graph of forward and backward, from the captured step and its cost model."""
-    return _Builder(trace, step, grouped, units, sg).run()
+class Builder:
+    """Maker of the graph of forward and backward, from the captured step and its cost model."""
 
-
-class _Builder:
     def __init__(
         self, trace: Trace, step: Graph, grouped: Grouped, units: Sequence[Unit], sg: S_graph
     ) -> None:
         self.trace, self.step, self.grouped = trace, step, grouped
         self.units, self.sg = units, sg
-        self.infos = value_infos(trace, step)
         self.data: dict[tuple[str, S_node], K_D_node] = {}
         values = trace.lowered.values
         self.effects = {s for _, node in trace.mutations for s in values[node].storages}
         self.effects -= {s for node in trace.outputs for s in values[node].storages}
 
-    def node(self, owner: int) -> S_node:
+    def _node(self, owner: int) -> S_node:
         return self.sg.nodes[owner] if owner >= 0 else self.sg.init_node
 
     def run(self) -> K_graph:
+        """Return the graph."""
         labels = [self._name(unit) for unit in self.units]
-        modules = [self.node(unit.owner).module for unit in self.units]
+        modules = [self._node(unit.owner).module for unit in self.units]
         graph = contracted(self.step, [[unit] for unit in self.units], labels, modules)
         kcns = list(map(self._computation, self.units, labels))
         for number, (kcn, op) in enumerate(zip(kcns, graph.operations, strict=True)):
@@ -267,12 +266,9 @@ class _Builder:
         source = self._of("data", self.sg.init_node)
         last = self.sg.output_node
         loss = next(kcn for kcn, unit in zip(kcns, self.units, strict=True) if unit.phase == "loss")
-        kdns = list(self.data.values())
-        both: list[K_C_node | K_D_node] = [*kcns, *kdns]
         return K_graph(
             list_kcn=kcns,
-            list_kdn=kdns,
-            dict_kn={node.name: node for node in both},
+            list_kdn=list(self.data.values()),
             loss_kcn=loss,
             input_kdn_data=source,
             input_kdn_grad=self.data.get(("grad", self.sg.init_node)),
@@ -293,10 +289,10 @@ class _Builder:
             return "loss"
         prefix = "fwd" if unit.phase == "forward" else "bwd"
         suffix = f"_part{unit.part}" if unit.part else ""
-        return f"{prefix}_{self.node(unit.owner).main_target}{suffix}"
+        return f"{prefix}_{self._node(unit.owner).main_target}{suffix}"
 
     def _computation(self, unit: Unit, name: str) -> K_C_node:
-        s_node = self.node(unit.owner)
+        s_node = self._node(unit.owner)
         kcn = K_C_node(
             name=name,
             main_target="loss" if unit.phase == "loss" else s_node.main_target,
@@ -386,7 +382,7 @@ class _Builder:
         self, maker: int, storage: int, readers: Sequence[int], grads: dict[int, bool]
     ) -> K_D_node:
         unit = self.units[maker]
-        s_node = self.node(unit.owner)
+        s_node = self._node(unit.owner)
         if unit.phase == "loss":
             return self._of("grad", self._output_of(storage))
         if unit.phase == "forward":
@@ -397,7 +393,7 @@ class _Builder:
             return self._of(*(of_parameter if grads[storage] else ("grad", self.sg.init_node)))
         if not readers:
             return self._of("phantoms", s_node)
-        reader = self.node(self.units[readers[0]].owner)
+        reader = self._node(self.units[readers[0]].owner)
         return self._of("phantoms" if reader is s_node else "grad", self._hop(s_node, reader))
 
     def _output_of(self, storage: int) -> S_node:
@@ -407,14 +403,14 @@ class _Builder:
         if index < len(order):
             node = self.trace.lowered.outputs[order[index]]
             if isinstance(node, fx.Node) and node in self.grouped.home:
-                return self.node(self.grouped.home[node])
+                return self._node(self.grouped.home[node])
         return self.sg.output_node
 
     def _hop(self, s_node: S_node, reader: S_node) -> S_node:
         """Return the node, among a node's inputs, whose gradient `reader` continues."""
         if reader is s_node or reader in s_node.deps:
             return reader
-        backs = {self.node(unit.owner) for unit in self.units if unit.phase == "backward"}
+        backs = {self._node(unit.owner) for unit in self.units if unit.phase == "backward"}
         for first in s_node.deps:
             waiting, seen = [first], {first}
             while waiting:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor.graph.graph import Graph
+from rotor.graph.contraction import common_path
 from rotor.rkgb.backward import K_C_node, K_D_node, K_graph
 from rotor.rkgb.grouping import Grouped
 from rotor.rkgb.simplified import SOURCES, S_graph, S_node
@@ -41,16 +41,8 @@ def cut(sg: S_graph) -> list[list[int]]:
 
 def block_names(sg: S_graph, blocks: Sequence[Sequence[int]]) -> list[str]:
     """Return a name for each block: the common beginning of the paths of its modules."""
-    names = []
-    for block in blocks:
-        paths = [sg.nodes[k].module.split(".") for k in block if sg.nodes[k].module]
-        same = []
-        for words in zip(*paths, strict=False):
-            if len(set(words)) > 1:
-                break
-            same.append(words[0])
-        names.append(".".join(same))
-    return names
+    modules = [[sg.nodes[k].module for k in block] for block in blocks]
+    return [common_path(filter(None, paths)) for paths in modules]
 
 
 class _Anonymous:
@@ -181,7 +173,8 @@ def block_of_k(kg: K_graph, sg: S_graph) -> K_graph:
     loss = K_C_node("loss", "loss", True, operations=[middle])
     ahead = [kcn for kcn in copies.values() if kcn.is_fwd]
     order = [*ahead, loss, *(kcn for kcn in copies.values() if not kcn.is_fwd)]
-    units = [[unit_of(part.graph, kcn)] for kcn in order]
+    phases = [part.graph.operations[kcn.operations[0]].phase for kcn in order]
+    units = [[Unit(phase, -1, kcn.operations)] for phase, kcn in zip(phases, order, strict=True)]
     labels = [kcn.name for kcn in order]
     graph = contracted(part.graph, units, labels, [kcn.module for kcn in order])
     for number, kcn in enumerate(order):
@@ -199,11 +192,9 @@ def block_of_k(kg: K_graph, sg: S_graph) -> K_graph:
     incoming = data.setdefault(f"{last} grad", K_D_node("grad", last))
     first = next(iter(sg.hidden_inputs), SOURCES)
     source = data.setdefault(f"{first} data", K_D_node("data", first))
-    nodes: list[K_C_node | K_D_node] = [*order, *data.values()]
     return K_graph(
         list_kcn=order,
         list_kdn=list(data.values()),
-        dict_kn={node.name: node for node in nodes},
         loss_kcn=loss,
         input_kdn_data=source,
         input_kdn_grad=data.get(f"{first} grad"),
@@ -222,11 +213,6 @@ def block_of_k(kg: K_graph, sg: S_graph) -> K_graph:
         graph=graph,
         step=part.graph,
     )
-
-
-def unit_of(step: Graph, kcn: K_C_node) -> Unit:
-    """Return the operations of a computation as a unit."""
-    return Unit(step.operations[kcn.operations[0]].phase, -1, kcn.operations)
 
 
 def _copied_data(copies: Mapping[K_C_node, K_C_node], part: Part) -> dict[str, K_D_node]:

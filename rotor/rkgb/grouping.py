@@ -45,12 +45,9 @@ class Grouped:
     """Nodes that only new values of buffers or inputs are computed from."""
 
 
-def group(trace: Trace, step: Graph) -> Grouped:
-    """Return the groups that the operations of a forward are merged into."""
-    return _Grouping(trace, step).run()
+class Grouping:
+    """Maker of the groups that the operations of a forward are merged into."""
 
-
-class _Grouping:
     def __init__(self, trace: Trace, step: Graph) -> None:
         self.trace = trace
         self.step = step
@@ -91,6 +88,7 @@ class _Grouping:
         return name in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
     def run(self) -> Grouped:
+        """Return the groups."""
         operations = [node for node in self.trace.forward if self.trace.is_operation(node)]
         for node in reversed(operations):
             if node in self.needed:

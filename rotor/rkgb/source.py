@@ -28,17 +28,13 @@ _BLIND = ("native_batch_norm_backward",)
 
 def argument_names(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[int, str]]:
-    """Return the arguments of a call by name, and the expressions that read their tensors.
-
-    Expressions, such as ``batch['ids']``, are by the ids of the tensors.
-    """
-    given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+) -> dict[int, str]:
+    """Return expressions such as ``batch['ids']`` for a call's tensors, by the tensors' ids."""
     found: dict[int, str] = {}
-    for name, value in given.items():
+    for name, value in inspect.signature(module.forward).bind(*args, **kwargs).arguments.items():
         for expression, tensor in _leaves(name, value):
             found.setdefault(id(tensor), expression)
-    return given, found
+    return found
 
 
 def _leaves(expression: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -122,12 +122,6 @@ def _ordered(trace: Trace, late: dict[int, list[int]]) -> list[Unit]:
     return units
 
 
-def reordered(step: Graph, units: Sequence[Unit]) -> Graph:
-    """Return the graph of a step with its operations in the order of the computations."""
-    order = [index for unit in units for index in unit.operations]
-    return Graph(step.storages, None, [step.operations[k] for k in order], name=step.name)
-
-
 def contracted(
     step: Graph,
     units: Sequence[Sequence[Unit]],
@@ -138,14 +132,14 @@ def contracted(
 
     The groups hold all computations in order; `modules` are by default common parts of paths.
     """
-    flat = [unit for some in units for unit in some]
-    order = [index for unit in flat for index in unit.operations]
+    order = [index for some in units for unit in some for index in unit.operations]
     groups, begin = [], 0
     for some in units:
         end = begin + sum(len(unit.operations) for unit in some)
         groups.append(list(range(begin, end)))
         begin = end
-    small = contract(reordered(step, flat), groups, labels)
+    ordered = Graph(step.storages, None, [step.operations[k] for k in order], name=step.name)
+    small = contract(ordered, groups, labels)
     paths = [op.module for op in small.operations] if modules is None else modules
     members = [[order[k] for k in op.extra["operations"]] for op in small.operations]
     # Groups with operations that run once, or are random, first run in the order of the step.

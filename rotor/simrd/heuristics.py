@@ -120,28 +120,11 @@ def get(name: str) -> Heuristic:
 
 
 def check(heuristic: HeuristicLike, serves: frozenset[str], runtime: str) -> str:
-    """Return the name of a heuristic, once a runtime is known to serve it.
+    """Return the name of a heuristic, which the runtime of name `runtime` has to serve.
 
-    Parameters
-    ----------
-    heuristic
-        A name, or a function.
-    serves
-        Structures that the runtime keeps: "classes", "regions".
-    runtime
-        Its name, for the message.
-
-    Returns
-    -------
-    str
-        The name.
-
-    Raises
-    ------
-    ValueError
-        No heuristic has that name, or the runtime cannot serve it.
-    TypeError
-        `heuristic` is neither a name nor callable.
+    `serves` are the structures that the runtime keeps: "classes", "regions". Raises ValueError if
+    no heuristic has the name or the runtime cannot serve it, TypeError if `heuristic` is neither a
+    name nor callable.
     """
     if callable(heuristic):
         return str(getattr(heuristic, "__name__", type(heuristic).__name__))

@@ -49,13 +49,13 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Settings:
-    """A checked setting of the simulator: what a `_core.Replay` is made from."""
+    """A checked setting of the simulator: what a `_core.Replay` takes, in its order."""
 
-    heuristic: HeuristicLike
     runtime: runtimes.Runtime
     ignores_releases: bool
     budget_bytes: int | None
     remat_limit_ns: float
+    heuristic: HeuristicLike
     seed: int
     rebuild_classes_every: int
     sample: bool
@@ -68,23 +68,9 @@ class Settings:
 
     def replay(self, core: _core.Log) -> _core.Replay:
         """Return a replay of a log at its beginning."""
-        return _core.Replay(
-            core,
-            self.runtime.code,
-            self.ignores_releases,
-            _NO_BUDGET if self.budget_bytes is None else self.budget_bytes,
-            self.remat_limit_ns,
-            self.heuristic,
-            self.seed,
-            self.rebuild_classes_every,
-            self.sample,
-            self.ignore_small,
-            self.count_accesses,
-            self.stats,
-            self.trace,
-            self.max_events,
-            self.stop_at_execution,
-        )
+        runtime, ignores, budget, *others = vars(self).values()
+        most = _NO_BUDGET if budget is None else budget
+        return _core.Replay(core, runtime.code, ignores, most, *others)
 
 
 def forwarded(path: str, text: str) -> Any:

@@ -36,7 +36,7 @@ from rotor.simrd.program import Program, price
 if TYPE_CHECKING:
     from rotor.simrd.logs import Log
 
-__all__ = ["PLANNERS", "Cuts", "StaticPoint", "chain_schedule", "plan", "segments", "solve"]
+__all__ = ["PLANNERS", "StaticPoint", "plan", "solve"]
 
 _GREEDY_STEPS = 24
 _MOST_REVOLVE = 24
@@ -74,10 +74,7 @@ class StaticPoint:
 class Cuts:
     """Positions where the forward pass of a program can be cut, and the storages across each.
 
-    Parameters
-    ----------
-    program
-        Its `forward_steps` are the forward pass; constants and pins belong to no cut.
+    Constants and pins belong to no cut.
     """
 
     def __init__(self, program: Program) -> None:
@@ -159,18 +156,8 @@ class _Builder:
 def segments(cuts: Cuts, positions: Sequence[int]) -> list[int]:
     """Return the schedule that keeps what crosses some cuts, and computes each segment once more.
 
-    Parameters
-    ----------
-    cuts
-        Of the program.
-    positions
-        Positions of the cuts: ascending, between 1 and the number of forward operations less 1.
-        Without any, everything is kept.
-
-    Returns
-    -------
-    list of int
-        Steps, as in `rotor.simrd.program`.
+    `positions` of the cuts are ascending, between 1 and the number of forward operations less 1;
+    without any, everything is kept. Steps are as in `rotor.simrd.program`.
     """
     program = cuts.program
     builder = _Builder(program)
@@ -256,17 +243,8 @@ def chain_schedule(cuts: Cuts, bounds: Sequence[int], sequence: ChainSequence) -
     that the backward pass reads of it; "B" runs the backward pass as far as it reads from this
     stage and later ones only. What is read out of turn is computed again when it is.
 
-    Parameters
-    ----------
-    cuts, bounds
-        From `stage_chain`.
-    sequence
-        Any sequence on its chain.
-
-    Returns
-    -------
-    list of int
-        The steps, as `rotor.simrd.program.price` takes them.
+    `bounds` are those of `stage_chain`, whose chain the sequence is on; the steps are as
+    `rotor.simrd.program.price` takes them.
     """
     program = cuts.program
     builder = _Builder(program)
