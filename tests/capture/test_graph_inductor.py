@@ -240,6 +240,25 @@ def test_masks_of_dropout_are_functions_of_a_seed(size, share):
         assert share == 0.0 or not torch.equal(flat[:1000], flat[1 << 15 :][:1000])
 
 
+class Checked(Tiny):
+    """A model with assertions among its operators."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        torch._assert_async(y.isfinite().all(), "finite")
+        return y * F.one_hot(y.argmax(-1), y.shape[-1]).sum(-1, keepdim=True)
+
+
+def test_a_model_that_checks_its_values_gets_all_gradients(eager):
+    model = Checked(0.0)
+    twin, x = copy.deepcopy(model), torch.randn(8, 8)
+    limited = planned(model, "1GB")
+    loss_of(limited(x)).backward()
+    loss_of(twin(x)).backward()
+    for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad)
+
+
 def text_of(task):
     """The operators of a group; empty for other operations."""
     return "".join(group.text for group in groups_among([task.node]))

@@ -69,6 +69,10 @@ def fuse(module: fx.GraphModule, num_outputs: int) -> None:
     read = list(dict.fromkeys(node for check in checks for node in check.all_input_nodes))
     results = list(returned.args[0])
     returned.args = ((*results[:num_outputs], *read, *results[num_outputs:]),)
+    if described is not None:
+        # Halves have as many results as descriptions.
+        unknown = [None] * len(read)
+        returned.meta["desc"] = [*described[:num_outputs], *unknown, *described[num_outputs:]]
     merged = _merged(module, num_outputs + len(read))
     found = dict(zip(read, merged.outputs[num_outputs:], strict=True))
     del merged.outputs[num_outputs:]
