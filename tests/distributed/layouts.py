@@ -473,6 +473,7 @@ LAYOUTS = {
     "tp_dynamic": Layout(lambda: split(Net(blocks()), whole_mesh()), "dynamic"),
     "tp_broken": Layout(lambda: split(Net(broken(blocks())), whole_mesh())),
     "sp": Layout(sequence_net),
+    "sp_sequential": Layout(lambda: nn.Sequential(*sequence_net().blocks), "chain"),
     "sp_inductor": Layout(lambda: split_sequence(Net(blocks()), whole_mesh()), backend="inductor"),
     "sp_without_dropout": Layout(lambda: split_sequence(Net(blocks()), whole_mesh())),
     "loss_parallel": Layout(split_classes, loss=parallel_loss, around=loss_parallel),

@@ -286,12 +286,14 @@ class Measuring:
         """
         run = self.run
         last = i == len(self.stages) - 1
-        y = run.x[i + 1]
-        likes = [(t.shape, t.dtype, t.device) for t in flagged(y, run.flags_of(i + 1))]
+        y, flags = run.x[i + 1], run.flags_of(i + 1)
+        # Without memory of their own; gradients of distributed tensors are such themselves.
+        likes = [(torch.empty_like(t, device="meta"), t.device) for t in flagged(y, flags)]
         if last and not self.hold_output:
             run.x[i + 1] = y = None
         mark("grad")
-        run.gradient = [torch.ones(s, dtype=dtype, device=where) for s, dtype, where in likes]
+        dense = torch.contiguous_format
+        run.gradient = [torch.ones_like(t, device=d, memory_format=dense) for t, d in likes]
         run.x[i + 1] = None
         return y if last else None
 
