@@ -86,12 +86,7 @@ def get(name: str) -> type[DynamicAlgorithm]:
 def chosen(algo: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return an algorithm given by name, class or object, and the options of its ``solve``.
 
-    Raises
-    ------
-    ValueError
-        No algorithm has that name.
-    TypeError
-        It has no ``solve``.
+    Raise ValueError if no algorithm has that name, TypeError if it has no ``solve``.
     """
     if isinstance(algo, str):
         algo = get(algo)

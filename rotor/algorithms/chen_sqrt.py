@@ -72,17 +72,7 @@ class ChenSqrt(CandidateAlgorithm):
 def segment_sequence(chain: Chain, segments: int) -> Sequence:
     """Return the schedule of a number of segments whose lengths differ by one at most.
 
-    Parameters
-    ----------
-    chain
-        n stages.
-    segments
-        1 to n.
-
-    Raises
-    ------
-    ValueError
-        More segments than stages, or fewer than one.
+    Raise ValueError if `segments` is below one or above the number of stages of `chain`.
     """
     n = len(chain)
     if not 1 <= segments <= n:

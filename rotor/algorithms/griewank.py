@@ -68,11 +68,5 @@ class Griewank(CandidateAlgorithm):
 
 
 def revolve_sequence(chain: Chain, checkpoints: int) -> Sequence:
-    """Return Revolve's schedule of a chain with so many checkpoints beside its input.
-
-    Raises
-    ------
-    ValueError
-        `checkpoints` is negative.
-    """
+    """Return Revolve's schedule of a chain with 0 or more checkpoints beside its input."""
     return priced(_core.revolve(len(chain), checkpoints), chain)

@@ -66,10 +66,7 @@ class Peak:
 def peak_of(sequence: Sequence) -> Peak:
     """Return the operation at the peak of a sequence with a chain, and its bytes in parts.
 
-    Parameters
-    ----------
-    sequence
-        Any sequence with a chain; the chain's input is in no part.
+    The chain's input is in no part.
     """
     chain, line = sequence.chain, sequence.timeline
     assert chain is not None

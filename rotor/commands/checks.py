@@ -21,10 +21,7 @@ _TYPE = re.compile(rf"{_WHOLE.pattern}|(torch\.)?({_REAL})")
 def parse_input(text: str) -> tuple[str | None, tuple[int, ...]]:
     """Return a name and a shape from text such as ``32,3,224,224`` or ``ids=8x128``.
 
-    Raises
-    ------
-    ValueError
-        It cannot be read, or a size is not positive.
+    Raise ValueError if it cannot be read, or a size is not positive.
     """
     name, separator, shape = text.rpartition("=")
     try:

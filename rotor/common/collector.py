@@ -21,14 +21,10 @@ class CollectorPause:
     Pauses may overlap, in any threads. Reference counts free memory as before. With `collects` the
     end collects what was made since the begin, unless another pause goes on: Python would soon do
     so, and walk all older objects too.
-
-    Attributes
-    ----------
-    finds_frozen
-        Whether the program was once seen to freeze objects: it is not asked again, as their number
-        is found by a walk over all of them.
     """
 
+    # Whether the program was once seen to freeze objects: it is not asked again, as their number is
+    # found by a walk over all of them.
     finds_frozen = False
 
     def __init__(self, *, collects: bool = False) -> None:

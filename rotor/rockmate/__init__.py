@@ -221,15 +221,9 @@ class _BudgetEngine(GraphEngine):
 
 @dataclass
 class _Budgeted(Settings):
-    """Options of a model within a budget of activations.
+    """Options of a model within a budget of activations."""
 
-    Attributes
-    ----------
-    solvers
-        Names in `SOLVERS`, of which the fastest program is taken.
-    """
-
-    solvers: tuple[str, ...] = ()
+    solvers: tuple[str, ...] = ()  # Names in `SOLVERS`, of which the fastest program is taken.
     graph_class: Any = _BudgetEngine
 
 

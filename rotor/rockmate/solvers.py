@@ -98,10 +98,7 @@ class FastSolver(WithoutCounterpart):
 def chosen(solvers: Iterable[Any]) -> tuple[tuple[str, ...], float | None]:
     """Return the algorithms of solvers, each once, and the largest of their time limits.
 
-    Raises
-    ------
-    TypeError
-        One of them is no `Solver`.
+    Raise TypeError if one of them is no `Solver`.
     """
     found = list(solvers)
     wrong = [solver for solver in found if not isinstance(solver, Solver)]

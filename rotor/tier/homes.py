@@ -27,17 +27,10 @@ _Step = tuple[Any, tuple[Any, ...], dict[str, Any]]
 class Home:
     """Place of a tensor's bytes in a tier, free again when it is dropped.
 
-    Parameters
-    ----------
-    tier
-        Tier; the home is in the one beneath if it has no room.
-    like
-        Tensor whose type, shape, device and order of elements the bytes have.
-    device
-        Device on which operations get the bytes, if another one.
-    lasts
-        True for parameters and states: in some tiers, what a step writes stays beside what the last
-        finished one has written, which `keep` marks.
+    It is in the tier beneath if `tier` has no room. The bytes have the type, shape, device and
+    order of elements of `like`; operations get them on `device`, if another one. `lasts` is for
+    parameters and states: in some tiers, what a step writes stays beside what the last finished one
+    has written, which `keep` marks.
     """
 
     def __init__(

@@ -58,13 +58,7 @@ class _Transfer:
 
 
 class StagedTier(Tier):
-    """Disk as a tier of accelerators and of the host, by way of buffers in pinned memory.
-
-    Parameters
-    ----------
-    disk
-        Tier of the disk.
-    """
+    """Disk as a tier of accelerators and of the host, by way of buffers in pinned memory."""
 
     wears_out = True
 

@@ -58,18 +58,9 @@ _NUMBER = "rotor.tensor"
 class FinishedSteps:
     """Record of the last finished step of an optimizer, in the folder of its tier.
 
-    Parameters
-    ----------
-    module, optimizer
-        Model and optimizer, whose homes will be in `tier`.
-    tier
-        Tier of a folder that the user has named.
-
-    Raises
-    ------
-    ValueError
-        Another process uses the folder, or it holds an earlier run; or the model or optimizer has a
-        state that cannot be recorded. Nothing has changed.
+    The homes of `module` and `optimizer` will be in `tier`, of a folder that the user has named.
+    ValueError before anything has changed: another process uses the folder, or it holds an earlier
+    run; or the model or optimizer has a state that cannot be recorded.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, tier: DiskTier) -> None:

@@ -44,25 +44,12 @@ LARGE_BYTES = 1 << 18
 class AwayState:
     """Homes of a model's parameters, gradients and optimizer states.
 
-    Parameters
-    ----------
-    module
-        Model, whose large parameters lose their bytes; each stays the object that it was.
-    optimizer
-        Its optimizer, of any class that changes each parameter by itself.
-    tier
-        Tier.
-    update
-        "device": the optimizer computes where the model does; "host": in the memory of the tier.
-    weights
-        Source of the values of parameters and buffers on the meta device, as of `weights_of`.
-    limit
-        Function that returns the bytes that an update may have; ``None`` for any.
-
-    Raises
-    ------
-    ValueError, TypeError
-        The optimizer does not suit, or does not hold the model's parameters. Nothing has changed.
+    Large parameters of `module` lose their bytes; each stays the object that it was. `optimizer`
+    changes each parameter by itself: with `update` "device" where the model computes, with "host"
+    in the memory of the tier. `weights`, as of `weights_of`, gives the values of parameters and
+    buffers on the meta device, and `limit` the bytes that an update may have, ``None`` for any.
+    ValueError or TypeError before anything has changed: the optimizer does not suit, or does not
+    hold the model's parameters.
     """
 
     def __init__(

@@ -32,14 +32,9 @@ _BY_ELEMENT = (
 
 
 class Updates:
-    """Runner of an optimizer's steps on tensors at home in a tier.
+    """Runner of an optimizer's steps on tensors at home in `tier`, in which states get homes.
 
-    Parameters
-    ----------
-    tier
-        Tier, in which states get homes.
-    is_on_host
-        True to compute in the memory of the tier, where states then stay as well.
+    With `is_on_host` it computes in the memory of the tier, where states then stay as well.
     """
 
     def __init__(self, tier: Tier, *, is_on_host: bool) -> None:

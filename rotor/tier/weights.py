@@ -55,20 +55,11 @@ class Weight(NamedTuple):
 
 
 def weights_of(source: Weights) -> Callable[[str], Weight | None]:
-    """Return a function that gives the tensor of a name; ``None`` where the source has none.
+    """Return a function that gives the tensor of a name; ``None`` where `source` has none.
 
-    Parameters
-    ----------
-    source
-        File in the format safetensors, or a folder of such files; or a mapping from names to
-        tensors; or a function of a name that returns one.
-
-    Raises
-    ------
-    ValueError
-        A file is not in this format.
-    OSError
-        It cannot be read.
+    The source is a file in the format safetensors, or a folder of such files; or a mapping from
+    names to tensors; or a function of a name that returns one. Raise ValueError if a file is not in
+    this format, OSError if it cannot be read.
     """
     if isinstance(source, str | os.PathLike):
         places = _places_in(Path(source))
