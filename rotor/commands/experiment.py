@@ -305,20 +305,16 @@ def _list(arguments: argparse.Namespace) -> int:
 
     logs = find_logs([experiments.shipped_logs()])
     shipped = [(name, configuration.load(name)) for name in configuration.shipped()]
-    if arguments.json is not None:
-        described = {name: config.description for name, config in shipped}
-        data: dict[str, Any] = {"experiments": _DESCRIBED, "configurations": described}
-        data["logs"] = {str(log.path): log.title for log in logs}
-        write_command_json(arguments, data, arguments.json)
-    if arguments.json == "-":
-        return 0
-    rows = [["rotor experiment", "question"]]
-    rows += [[name, text] for name, text in _DESCRIBED.items()]
-    rows.append(["all", "all of these, one after the other"])
-    say(f"{columns(rows)}\n")
+    data = {
+        "experiments": _DESCRIBED,
+        "configurations": {name: config.description for name, config in shipped},
+        "logs": {str(log.path): log.title for log in logs},
+    }
+    questions = [["rotor experiment", "question"], *map(list, _DESCRIBED.items())]
+    questions.append(["all", "all of these, one after the other"])
     rows = [["rotor experiment run", "models", "what"]]
     rows += [[name, str(len(config.models)), config.description] for name, config in shipped]
-    say(f"{columns(rows)}\n")
-    say(columns([["log", "what"], *[[log.path.name, log.title] for log in logs]]))
-    say(f"in {experiments.shipped_logs()}")
+    named = columns([["log", "what"], *[[log.path.name, log.title] for log in logs]])
+    where = f"in {experiments.shipped_logs()}"
+    give(arguments, data, f"{columns(questions)}\n\n{columns(rows)}\n\n{named}\n{where}")
     return 0

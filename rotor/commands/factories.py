@@ -21,14 +21,12 @@ from rotor.commands.checks import check_types, parse_input
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import training_flags_kept
-from rotor.engines.chain.stages import is_plain_sequential
 from rotor.engines.graph.costs import estimate
 from rotor.engines.graph.costs.estimate import Machine
 from rotor.engines.graph.costs.recorded import Profile
 from rotor.fit import batches
-from rotor.wrapper.checkpointable import Checkpointable
 
-__all__ = ["Input", "Made", "draw", "inputs", "load", "make", "measured", "parse_input"]
+__all__ = ["Input", "Made", "draw", "inputs", "load", "make"]
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ def inputs(
     Parameters
     ----------
     shapes
-        As for `parse_input`.
+        Text such as ``32,3,224,224`` or ``ids=8x128``.
     dtypes
         One for all, or one for each; float32 by default.
     highs
@@ -310,11 +308,6 @@ def _hint(model: nn.Module, given: Any, message: str) -> str:
     return f". For ids give --dtype int64 --high {sizes[0] if sizes else 'N'}"
 
 
-def takes_one(model: nn.Module, engine: str) -> bool:
-    """Return whether a sample is one argument, of any type: chains of stages take one."""
-    return engine != "graph" and is_plain_sequential(model)
-
-
 def device_of(name: str | None) -> torch.device:
     """Return the device of a name; by default the accelerator, if one is available.
 
@@ -326,77 +319,8 @@ def device_of(name: str | None) -> torch.device:
         raise ValueError(f"--device {error}") from None
 
 
-def measured(
-    model: nn.Module,
-    sample: Any,
-    limit: int | None,
-    *,
-    engine: str = "auto",
-    effort: str = "",
-    profile: Profile | Machine | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    **others: Any,
-) -> Checkpointable:
-    """Return a model wrapped and measured on a sample, not planned yet.
-
-    Parameters
-    ----------
-    model, sample, limit, engine
-        As for `rotor.Checkpointable`.
-    effort
-        Effort of planning with the graph engine; by default its own.
-    profile
-        Profile of the machine to plan for, if it is another one.
-    loss
-        Function of the output that is planned with the model.
-    **others
-        Other options of `rotor.Checkpointable`.
-
-    Returns
-    -------
-    Checkpointable
-        The wrapped model.
-
-    Raises
-    ------
-    ValueError
-        The model cannot be measured on the sample.
-    """
-    if effort and engine not in ("chain", "dynamic"):
-        others = {"effort": effort, **others}
-    if profile is not None:
-        others = {"profile": profile, **others}
-    wrapper = wrapper_of(model, limit, engine, loss, **others)
-    if loss is None:
-        wrapper.measure_sample(sample)
-    else:
-        args, kwargs = sample_call(sample, is_one=takes_one(model, engine))
-        wrapper.measure(*args, targets=(), **kwargs)
-    return wrapper
-
-
-def wrapper_of(
-    model: nn.Module,
-    limit: int | None,
-    engine: str,
-    loss: Callable[[Any], torch.Tensor] | None,
-    **options: Any,
-) -> Checkpointable:
-    """Return a model wrapped, with a loss of the output alone."""
-    wrapped: Any = Checkpointable
-    found: Checkpointable = wrapped(
-        model, mem_limit=limit, engine=engine, loss_fn=loss, verbosity=-1, **options
-    )
-    return found
-
-
-def profile_of(path: str, engine: str) -> Profile | Machine:
-    """Return the profile, or the speeds of a machine, in a file.
-
-    Raises ValueError if it holds neither, or the engine plans without one.
-    """
-    if engine == "chain":
-        raise ValueError("--profile is of operations, and --engine chain measures stages here")
+def profile_of(path: str) -> Profile | Machine:
+    """Return the profile, or the speeds of a machine, in a file; ValueError if it holds neither."""
     try:
         found = read_json(Path(path))
         is_machine = isinstance(found, dict) and found.get("format") == estimate.FORMAT

@@ -185,7 +185,7 @@ def _free_share(arguments: argparse.Namespace, percent: str) -> int:
 
     path = getattr(arguments, "profile", None)
     if path is not None:
-        free = factories.profile_of(path, arguments.engine).free_bytes
+        free = factories.profile_of(path).free_bytes
     else:
         free = free_bytes(factories.device_of(getattr(arguments, "device", None)))
     if free is None:
@@ -212,10 +212,11 @@ class Subject:
 
         from rotor._pytorch import core, fsdp
         from rotor.commands import factories
+        from rotor.engines.chain.stages import is_plain_sequential
         from rotor.tier.offload import trial_tier
 
         path = getattr(arguments, "profile", None)
-        self.profile = None if path is None else factories.profile_of(path, arguments.engine)
+        self.profile = None if path is None else factories.profile_of(path)
         self.offload = offload_of(arguments)
         self.mode: Any = nullcontext()
         """Context in which the model is made and captured."""
@@ -251,7 +252,8 @@ class Subject:
             self.offload["offload_state"] = factories.optimizer_of(optimizer, self.model)
             tier, limit = self.offload["offload"], self.offload.pop("host_limit")
             self.offload["offload"] = trial_tier(tier, self.engine, limit)
-        self.is_one = factories.takes_one(self.model, self.engine)
+        # Chains of stages take one argument, of any type.
+        self.is_one = self.engine != "graph" and is_plain_sequential(self.model)
         self.output: Any = None
         self.loss_name: str | None = arguments.loss
         self.loss = None if arguments.loss is None else factories.loss_of(arguments.loss)
@@ -288,17 +290,27 @@ class Subject:
 def wrapped(
     subject: Subject, arguments: argparse.Namespace, limit: int | None = None, effort: str = ""
 ) -> Checkpointable:
-    """Return the model in a `rotor.Checkpointable`, measured on its sample."""
-    from rotor.commands import factories
+    """Return the model in a `rotor.Checkpointable`, measured on its sample and not planned yet."""
+    from rotor.common.calls import sample_call
+    from rotor.wrapper.checkpointable import Checkpointable
 
+    options = dict(subject.offload)
+    if subject.engine not in ("chain", "dynamic") and (arguments.effort or effort):
+        options["effort"] = arguments.effort or effort
+    if subject.profile is not None:
+        options["profile"] = subject.profile
     with subject.mode:
-        return factories.measured(
+        model = Checkpointable(
             subject.model,
-            subject.sample,
-            limit,
+            mem_limit=limit,
             engine=subject.engine,
-            effort=arguments.effort or effort,
-            profile=subject.profile,
-            loss=subject.loss,
-            **subject.offload,
+            loss_fn=subject.loss,
+            verbosity=-1,
+            **options,
         )
+        if subject.loss is None:
+            model.measure_sample(subject.sample)
+        else:
+            args, kwargs = sample_call(subject.sample, is_one=subject.is_one)
+            model.measure(*args, targets=(), **kwargs)
+    return model

@@ -61,8 +61,8 @@ def limited_steps(subject: Subject, model: Checkpointable) -> LimitedSteps:
         model,
         lambda wrapped: _step_of(subject, wrapped),
         subject.device,
-        lambda: factories.wrapper_of(
-            subject.model, None, "dynamic", subject.loss, **subject.offload
+        lambda: Checkpointable(
+            subject.model, engine="dynamic", loss_fn=subject.loss, verbosity=-1, **subject.offload
         ),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rotor.commands import add_options, add_output, columns, examples, say, write_command_json
+from rotor.commands import add_options, add_output, columns, examples, give, say, write_command_json
 from rotor.report.text import table
 from rotor.simrd import heuristics, runtimes
 from rotor.simrd.logs import Log, parse
@@ -227,10 +227,6 @@ def _list(arguments: argparse.Namespace) -> int:
             for name, one in ((name, runtimes.get(name)) for name in runtimes.names())
         ],
     }
-    if arguments.json is not None:
-        write_command_json(arguments, data, arguments.json)
-    if arguments.json == "-":
-        return 0
     shown = []
     for kind, verb, head in (
         ("heuristics", "needs", ["heuristic", "needs", "cost: the least is evicted"]),
@@ -240,5 +236,5 @@ def _list(arguments: argparse.Namespace) -> int:
             [one["name"], ", ".join(one[verb]) or "-", one["description"]] for one in data[kind]
         ]
         shown.append(columns([head, *rows]))
-    say("\n\n".join(shown))
+    give(arguments, data, "\n\n".join(shown))
     return 0

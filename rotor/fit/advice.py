@@ -76,7 +76,7 @@ def advise(
 
     with batches.unchanged(module, device, (args, kwargs)), warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)
-        model = _wrap(module)
+        model = Checkpointable(module, verbosity=-1)
         model.measure(*args, **kwargs)
         if has_single_plan(model):
             curve = model.curve(_POINTS, training=True)
@@ -98,7 +98,12 @@ def advise(
         def step_of(wrapped: Any) -> Callable[[], None]:
             return batches.training_step(module, lambda: batches.sum_of(wrapped(*args, **kwargs)))
 
-        steps = LimitedSteps(model, step_of, device, lambda: _wrap(module, engine="dynamic"))
+        steps = LimitedSteps(
+            model,
+            step_of,
+            device,
+            lambda: Checkpointable(module, engine="dynamic", verbosity=-1),
+        )
         curve = measured_curve(steps, step_limit(device, module=module), 5)
     limit = limit_of(curve)
     return Advice(curve, int(curve.bytes[-1]), limit, _slowdown(curve, limit))
@@ -109,9 +114,3 @@ def _slowdown(curve: Curve, limit_bytes: int) -> float | None:
     if limit_bytes < curve.minimum_bytes:
         return None
     return curve.at(limit_bytes) / float(curve.seconds[-1])
-
-
-def _wrap(module: nn.Module, **options: Any) -> Checkpointable:
-    make: Any = Checkpointable
-    wrapped: Checkpointable = make(module, verbosity=-1, **options)
-    return wrapped

@@ -308,12 +308,11 @@ class _Search:
         with nullcontext() if self.timed else single_runs():
             if self.engine != "dynamic":
                 model.measure(*args, targets=targets, **kwargs)
-        wrap: Any = Checkpointable
         steps = LimitedSteps(
             model,
             lambda wrapped: self._step(wrapped, size),
             self.device,
-            lambda: wrap(self.model, engine="dynamic", loss_fn=loss_fn),
+            lambda: Checkpointable(self.model, engine="dynamic", loss_fn=loss_fn),
         )
         expected = self.line.at(size, self.limit)
         if expected is not None and expected > _SURE * self.limit:

@@ -37,7 +37,6 @@ def wrapped(model: nn.Module, limit_bytes: int, **options: Any) -> Checkpointabl
 
     With ``offload_state`` it is a copy, and its optimizer a copy too, which lives as long.
     """
-    wrap: Any = Checkpointable
     optimizer, _ = unwrapped(options.get("offload_state"))
     if optimizer is not None:
         model, optimizer = copy.deepcopy((model, optimizer))
@@ -45,7 +44,7 @@ def wrapped(model: nn.Module, limit_bytes: int, **options: Any) -> Checkpointabl
         if isinstance(options.get("offload"), str):
             engine, limit = options.get("engine", "auto"), options.pop("host_limit", None)
             options["offload"] = trial_tier(options["offload"], engine, limit)
-    made: Checkpointable = wrap(model, mem_limit=limit_bytes, **options)
+    made = Checkpointable(model, mem_limit=limit_bytes, **options)
     made.__dict__["_fitted_optimizer"] = optimizer
     return made
 
