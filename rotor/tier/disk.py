@@ -90,21 +90,17 @@ class Space:
         self._free = joined
 
 
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """Transfer, counted once it has been waited for; a read knows the write that it returns."""
 
-    __slots__ = ("is_counted", "nbytes", "offset", "phase", "source", "transfer")
-
-    def __init__(
-        self, transfer: _core.Transfer, nbytes: int, offset: int, phase: int, source: _Ticket | None
-    ) -> None:
-        self.transfer = transfer
-        self.nbytes = nbytes
-        self.offset = offset
-        """First byte in the file."""
-        self.phase = phase
-        self.source = source
-        self.is_counted = False
+    transfer: _core.Transfer
+    nbytes: int
+    offset: int
+    """First byte in the file."""
+    phase: int
+    source: _Ticket | None
+    is_counted: bool = False
 
     @property
     def is_write(self) -> bool:
@@ -162,7 +158,7 @@ class DiskTier(Tier):
         self._space = Space()
         self._process = os.getpid()
         self._reserved = 0
-        _open.add(self)
+        drained_tiers.add(self)
 
     def _opened(self, name: str | None = None) -> _core.DiskFile:
         """Return a new file."""
@@ -329,12 +325,12 @@ def _made(directory: str | None, buffered: bool) -> DiskTier:
     return DiskTier(directory, buffered=buffered)
 
 
-_open: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+drained_tiers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Tiers whose transfers a fork waits for: its child shares the memory of this process."""
 
 
 def _drain() -> None:
-    """Wait for all transfers before a fork, whose child shares the memory of this process."""
-    for tier in list(_open):
+    for tier in list(drained_tiers):
         tier.drain()
 
 

@@ -13,7 +13,6 @@ import copy
 import errno
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from rotor._core import PIECE_BYTES
-from rotor.tier.disk import DiskTier, Space
+from rotor.tier.disk import DiskTier, Space, drained_tiers
 from rotor.tier.host import LINE_BYTES, Area, HostTier, pinned
 from rotor.tier.interface import Tier
 from rotor.units import exact_bytes, format_bytes, parse_bytes
@@ -71,7 +70,7 @@ class StagedTier(Tier):
         self._queued = self._begins = 0
         self._begun: deque[_Transfer] = deque()
         self._process = os.getpid()
-        _open.add(self)
+        drained_tiers.add(self)
 
     def __repr__(self) -> str:
         return f"StagedTier({self.disk!r})"
@@ -384,15 +383,3 @@ class LayeredTier(HostTier):
 def _power_within(nbytes: int) -> int:
     """Return the largest power of two that is not more; 0 where none is."""
     return 1 << (nbytes.bit_length() - 1) if nbytes > 0 else 0
-
-
-_open: weakref.WeakSet[StagedTier] = weakref.WeakSet()
-
-
-def _drain() -> None:
-    """Wait for all transfers before a fork, and before the disks themselves do."""
-    for tier in list(_open):
-        tier.drain()
-
-
-os.register_at_fork(before=_drain)
