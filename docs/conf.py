@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     ("py:class", r"rotor\..*\._\w+|rotor\._\w+\..*"),  # private bases
     (
         "py:class",
-        r"rotor\..*\.(CandidateAlgorithm|MeteredEngine|PublishedChain|Recall|TransparentModule)",
+        r"rotor\..*\.((BuiltIn|Candidate)Algorithm|MeteredEngine|PublishedChain|Recall|TransparentModule)",
     ),
     ("py:obj", r"(Key|K_graph)\.\w+"),  # fields
 ]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import DynamicAlgorithm, ProgressCallback, infeasible, parse_budget
+from rotor.algorithms.utils import BuiltInAlgorithm, ProgressCallback, infeasible
 from rotor.chain import Chain
 from rotor.errors import InvalidSequenceError
 
 
-class CandidateAlgorithm(DynamicAlgorithm):
+class CandidateAlgorithm(BuiltInAlgorithm):
     """A `DynamicAlgorithm` over a list of schedules that does not depend on the budget."""
 
     @abstractmethod
@@ -39,21 +39,10 @@ class CandidateAlgorithm(DynamicAlgorithm):
         if not found:
             raise self._runs_again(chain)
 
-    def solve(
-        self,
-        chain: Chain,
-        budget_bytes: int | str,
-        *,
-        mem_slots: int | None = None,
-        progress: ProgressCallback | None = None,
+    def _best(
+        self, chain: Chain, budget: int, mem_slots: int | None, progress: ProgressCallback | None
     ) -> Sequence:
-        """Return the fastest of the candidates that fit; of equals the one of least memory.
-
-        See Also
-        --------
-        rotor.algorithms.utils.DynamicAlgorithm.solve : Parameters and errors.
-        """
-        budget = parse_budget(budget_bytes)
+        """Return the fastest of the candidates that fit; of equals the one of least memory."""
         best: Sequence | None = None
         peaks = []
         for sequence in self.candidates(chain, progress):

@@ -20,22 +20,19 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import (
-    DynamicAlgorithm,
+    BuiltInAlgorithm,
     ProgressCallback,
     checked_slots,
     curve_of,
-    infeasible,
-    parse_budget,
     priced,
     table_bound,
 )
 from rotor.chain import Chain
-from rotor.errors import InfeasibleError
 
 DEFAULT_SLOTS = 500
 
 
-class Floating(DynamicAlgorithm):
+class Floating(BuiltInAlgorithm):
     """The fastest schedule whose checkpoints may be dropped and recomputed.
 
     Parameters
@@ -66,30 +63,15 @@ class Floating(DynamicAlgorithm):
         self.mem_slots = checked_slots(mem_slots)
         self.max_table_bytes = max_table_bytes
 
-    def solve(
-        self,
-        chain: Chain,
-        budget_bytes: int | str,
-        *,
-        mem_slots: int | None = None,
-        progress: ProgressCallback | None = None,
+    def _best(
+        self, chain: Chain, budget: int, mem_slots: int | None, progress: ProgressCallback | None
     ) -> Sequence:
-        """Return the fastest schedule of the class within a budget, up to the rounding to slots.
-
-        See Also
-        --------
-        rotor.algorithms.DynamicAlgorithm.solve : Parameters and errors.
-        """
-        budget = parse_budget(budget_bytes)
         slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)
         bound = table_bound(self.max_table_bytes)
         try:
-            codes = _core.floating(chain.core, budget, slots, bound, progress)
-        except InfeasibleError as error:
-            raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
+            return priced(_core.floating(chain.core, budget, slots, bound, progress), chain)
         except MemoryError:
             raise _too_large(chain, slots, bound) from None
-        return priced(codes, chain)
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return time against memory from one solve, whose slots divide the largest useful budget.

@@ -20,19 +20,16 @@ from rotor import _core
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import (
-    DynamicAlgorithm,
+    BuiltInAlgorithm,
     ProgressCallback,
     curve_of,
-    infeasible,
-    parse_budget,
     priced,
     table_bound,
 )
 from rotor.chain import Chain
-from rotor.errors import InfeasibleError
 
 
-class GriewankHeterogeneous(DynamicAlgorithm):
+class GriewankHeterogeneous(BuiltInAlgorithm):
     """The fastest schedule in which only activations are checkpoints.
 
     Parameters
@@ -69,26 +66,10 @@ class GriewankHeterogeneous(DynamicAlgorithm):
                 "that may be used: give more max_table_bytes, or use Persistent"
             ) from None
 
-    def solve(
-        self,
-        chain: Chain,
-        budget_bytes: int | str,
-        *,
-        mem_slots: int | None = None,
-        progress: ProgressCallback | None = None,
+    def _best(
+        self, chain: Chain, budget: int, mem_slots: int | None, progress: ProgressCallback | None
     ) -> Sequence:
-        """Return the fastest schedule of the class within a budget.
-
-        See Also
-        --------
-        rotor.algorithms.DynamicAlgorithm.solve : Parameters and errors.
-        """
-        budget = parse_budget(budget_bytes)
-        try:
-            codes = self._table(chain, progress).sequence(budget)
-        except InfeasibleError as error:
-            raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
-        return priced(codes, chain)
+        return priced(self._table(chain, progress).sequence(budget), chain)
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return time against memory, exactly."""

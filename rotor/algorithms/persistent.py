@@ -22,17 +22,15 @@ from rotor.algorithms.curve import Curve
 from rotor.algorithms.no_checkpoint import NoCheckpoint
 from rotor.algorithms.sequence import Sequence
 from rotor.algorithms.utils import (
-    DynamicAlgorithm,
+    BuiltInAlgorithm,
     ProgressCallback,
     checked_slots,
     curve_of,
     infeasible,
-    parse_budget,
     priced,
     table_bound,
 )
 from rotor.chain import Chain
-from rotor.errors import InfeasibleError
 
 DEFAULT_SLOTS = 500
 """Default number of memory slots, used if the exact solver is too expensive."""
@@ -47,7 +45,7 @@ _STRETCHES = 3
 _CURVE_POINTS = 8
 
 
-class Persistent(DynamicAlgorithm):
+class Persistent(BuiltInAlgorithm):
     """The fastest persistent schedule within a budget.
 
     Parameters
@@ -72,7 +70,7 @@ class Persistent(DynamicAlgorithm):
     -----
     Where slots are too coarse for a schedule that exists, more slots are tried, and then the
     schedule of least memory: InfeasibleError means that no persistent schedule exists, and its
-    ``minimum_bytes`` is exact.
+    ``minimum_bytes`` is exact. MemoryError means that the table for `mem_slots` would be too large.
 
     For n stages and M slots: O(n^3 M / 6) time and 2 n^2 M bytes at most. The exact solver takes
     O(n^3 P) time, where P, the points of a frontier, is about n^2 / 4 at most on measured
@@ -93,30 +91,9 @@ class Persistent(DynamicAlgorithm):
         self.max_table_bytes = max_table_bytes
         self._solved: tuple[tuple[Any, ...], _core.Table | None] | None = None
 
-    def solve(
-        self,
-        chain: Chain,
-        budget_bytes: int | str,
-        *,
-        mem_slots: int | None = None,
-        progress: ProgressCallback | None = None,
+    def _best(
+        self, chain: Chain, budget: int, mem_slots: int | None, progress: ProgressCallback | None
     ) -> Sequence:
-        """Return the fastest persistent schedule within a budget.
-
-        Raises
-        ------
-        InfeasibleError
-            No persistent schedule fits; ``minimum_bytes`` is the least budget of any.
-        MemoryError
-            The table for `mem_slots` would be too large; the message has the figures.
-        ValueError, TypeError
-            The budget or the number of slots is not a positive number.
-
-        See Also
-        --------
-        rotor.algorithms.DynamicAlgorithm.solve : Parameters.
-        """
-        budget = parse_budget(budget_bytes)
         progress = _part(progress, 0, 1)
         slots = self.mem_slots if mem_slots is None else checked_slots(mem_slots)
         fastest = next(NoCheckpoint().candidates(chain))
@@ -127,10 +104,7 @@ class Persistent(DynamicAlgorithm):
         table = self._exact(chain, progress)
         if table is None:
             return self._stretched(chain, budget, 2 * fastest.peak_bytes, progress)
-        try:
-            return priced(table.sequence(budget), chain)
-        except InfeasibleError as error:
-            raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
+        return priced(table.sequence(budget), chain)
 
     def curve(self, chain: Chain, *, progress: ProgressCallback | None = None) -> Curve:
         """Return time against memory, with every point of the frontier from the exact solver.

@@ -94,6 +94,38 @@ class DynamicAlgorithm(ABC):
         return f"{type(self).__name__}()"
 
 
+class BuiltInAlgorithm(DynamicAlgorithm):
+    """A `DynamicAlgorithm` that is asked for a budget in bytes, and names the least in its errors.
+
+    `_best` returns the schedule, or raises InfeasibleError with the least budget of any.
+    """
+
+    def solve(
+        self,
+        chain: Chain,
+        budget_bytes: int | str,
+        *,
+        mem_slots: int | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> Sequence:
+        """Return the fastest schedule of the algorithm within a budget.
+
+        See Also
+        --------
+        rotor.algorithms.DynamicAlgorithm.solve : Parameters and errors.
+        """
+        budget = parse_budget(budget_bytes)
+        try:
+            return self._best(chain, budget, mem_slots, progress)
+        except InfeasibleError as error:
+            raise infeasible(type(self).__name__, budget, error.minimum_bytes) from None
+
+    @abstractmethod
+    def _best(
+        self, chain: Chain, budget: int, mem_slots: int | None, progress: ProgressCallback | None
+    ) -> Sequence: ...
+
+
 def solved(
     algorithm: Any,
     chain: Chain,
