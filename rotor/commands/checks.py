@@ -48,6 +48,18 @@ def parse_argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def source_of(name: str) -> tuple[str, str]:
+    """Return the module or file of a callable, and its name there; ValueError: there is none."""
+    where, separator, wanted = name.rpartition(":")
+    if not separator:
+        if re.search(r"\.py$|[/.]", name):
+            raise ValueError(f"{name!r} names no callable, expected such as {name}:make_model")
+        where = "rotor.models"
+    if re.search(r"\.py$|/", where) and not Path(where).is_file():
+        raise ValueError(f"no file {where}")
+    return where, wanted
+
+
 def check_model(arguments: argparse.Namespace) -> None:
     """Raise ValueError if an option of a command on a model is wrong, as far as text tells."""
     for text in arguments.arg:
@@ -57,14 +69,7 @@ def check_model(arguments: argparse.Namespace) -> None:
     if not arguments.input and (arguments.dtype or arguments.high):
         raise ValueError("--dtype and --high are of inputs: give --input too")
     check_types(len(arguments.input), arguments.dtype, arguments.high)
-    where, separator, _ = arguments.factory.rpartition(":")
-    if not separator and re.search(r"\.py$|[/.]", arguments.factory):
-        raise ValueError(
-            f"{arguments.factory!r} names no callable, expected such as "
-            f"{arguments.factory}:make_model"
-        )
-    if re.search(r"\.py$|/", where) and not Path(where).is_file():
-        raise ValueError(f"no file {where}")
+    source_of(arguments.factory)
     _check_files(arguments)
     loss = arguments.loss
     if loss is not None and loss not in _LOSSES and ":" not in loss:

@@ -17,7 +17,7 @@ from torch import nn
 
 from rotor._pytorch import core, devices
 from rotor.chain import read_json
-from rotor.commands.checks import check_types, parse_input
+from rotor.commands.checks import check_types, parse_input, source_of
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.common.undisturbed import training_flags_kept
@@ -99,11 +99,7 @@ def load(name: str) -> Callable[..., Any]:
     ValueError
         The file, module or callable does not exist; or importing it fails.
     """
-    where, separator, wanted = name.rpartition(":")
-    if not separator:
-        if wanted.endswith(".py") or "/" in wanted or "." in wanted:
-            raise ValueError(f"{name!r} names no callable, expected such as {name}:make_model")
-        where = "rotor.models"
+    where, wanted = source_of(name)
     module = _file(Path(where)) if where.endswith(".py") or "/" in where else _module(where)
     found: Any = module
     for part in wanted.split("."):
@@ -139,8 +135,6 @@ def _module(name: str) -> Any:
 
 
 def _file(path: Path) -> Any:
-    if not path.is_file():
-        raise ValueError(f"no file {path}")
     name = f"rotor_factory_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

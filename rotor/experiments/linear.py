@@ -181,18 +181,18 @@ def run(
 ) -> Output:
     """Run the experiment and write its files; parameters as of `rotor.experiments.sweeps.run`."""
     output = Output(directory, "linear", formats)
-    places = [
-        (bound, heuristic, n)
+    rows: list[dict[str, Any]] = [
+        {"bound": bound, "heuristic": heuristic, "n": n}
         for bound in config.bounds
         for heuristic in config.heuristics
         for n in sorted(config.sizes)
     ]
     cells = []
-    for bound, heuristic, n in places:
+    for row in rows:
         settings = {
-            "n": n,
-            "budget": _budget(bound, n),
-            "heuristic": heuristic,
+            "n": row["n"],
+            "budget": _budget(row["bound"], row["n"]),
+            "heuristic": row["heuristic"],
             "runtime": config.runtime,
             "most_extra": config.most_extra,
             "seed": config.seed,
@@ -200,12 +200,9 @@ def run(
         identity = {"kind": "linear", **settings}
         cells.append(Cell(linear_cell, settings, identity, ("budget", "status", "n_remat")))
     found = run_cells(cells, output.store(fresh=fresh), jobs=jobs, description="linear")
-    rows = []
-    for (bound, heuristic, n), result in zip(places, found, strict=True):
-        extra = result["n_remat"] if result["status"] == "ok" else None
-        place = {"bound": bound, "heuristic": heuristic, "n": n}
-        figures = {"budget": result["budget"], "status": result["status"], "extra": extra}
-        rows.append(place | figures)
+    for row, result in zip(rows, found, strict=True):
+        row |= {name: result[name] for name in ("budget", "status")}
+        row["extra"] = result["n_remat"] if result["status"] == "ok" else None
     output.rows(config, ["bound", "heuristic", "n", "budget", "status", "extra"], rows)
     output.summary(_summary(config, rows))
     if formats:

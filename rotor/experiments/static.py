@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rotor.algorithms.curve import Curve
 from rotor.errors import InfeasibleError
 from rotor.experiments.cells import Cell, run_cells
 from rotor.experiments.output import LogFile, Output, find_logs, open_log
@@ -290,9 +291,10 @@ def _draw(config: Config, output: Output, entries: list[dict[str, Any]]) -> None
         most = max(1, entry["baseline"]["max_memory"])
         curves: list[tuple[str, list[Any], list[Any], bool]] = []
         for planner in config.planners:
-            points = _frontier(entry["points"][planner])
+            points = [(p["peak_bytes"], p["slowdown"]) for p in entry["points"][planner]]
             if points:
-                ratios, values = [p / most for p, _ in points], [s for _, s in points]
+                curve = Curve.from_points(points)
+                ratios, values = (curve.bytes / most).tolist(), curve.seconds.tolist()
                 curves.append((planner, ratios, values, True))
         found = entry["simulated"] | {"checkmate": entry["checkmate"]}
         for name, listed in found.items():
@@ -303,14 +305,3 @@ def _draw(config: Config, output: Output, entries: list[dict[str, Any]]) -> None
         drawn = [dict(zip(names, curve, strict=True)) for curve in curves]
         panels.append(panel(entry["title"], entry["baseline"], drawn))
     output.files += simrd_figures.static_grid(panels, output.figure_stem(), output.formats)
-
-
-def _frontier(points: list[dict[str, Any]]) -> list[tuple[int, float | None]]:
-    """Return peaks and slow-downs of the points that no other one beats."""
-    kept: list[tuple[int, float | None]] = []
-    best = float("inf")
-    for peak, slow in sorted((p["peak_bytes"], p["slowdown"]) for p in points):
-        if slow < best:
-            best = slow
-            kept.append((peak, slow))
-    return kept
