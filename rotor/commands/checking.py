@@ -86,8 +86,7 @@ def checked(name: str, device: torch.device, size: int, share: float) -> dict[st
     limit = figures["limit_bytes"] = int(plain.peak_bytes * share)
     expected = _Training(twin, batches, device, counts)
     del twin
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MemoryLimitWarning)
+    with warnings.catch_warnings(action="ignore", category=MemoryLimitWarning):
         try:
             wrapped = Checkpointable(model, mem_limit=limit, loss_fn=_loss, verbosity=-1, **options)
             wrapped.measure(batches[0], targets=(batches[0],))

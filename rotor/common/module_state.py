@@ -103,8 +103,7 @@ def _is_opaque(kind: type) -> bool:
 
 def _position(iterator: Any) -> Any:
     """Return the positions of an iterator and of those within; `MISSING` if one reports none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             return [repr(one.__reduce__()[1:]) for one in iterators_within(iterator)]
         except Exception:

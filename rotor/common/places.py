@@ -60,8 +60,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     elif numpy is not None and isinstance(value, numpy.ndarray):
         made = value.copy()
     elif not isinstance(value, nn.Module) and hasattr(value, "__next__"):
-        with warnings.catch_warnings(), suppress(Exception):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), suppress(Exception):
             is_pythons = type(value).__module__ in _PYTHONS
             made = _copied_iterator(value, memo) if is_pythons else copy.copy(value)
     memo[id(value)] = value, made

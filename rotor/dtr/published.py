@@ -175,8 +175,7 @@ def _level(device: torch.device) -> int:
         return devices.allocated_bytes(device)
     gc.collect()
     tensors = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Objects that warn when they are looked at.
+    with warnings.catch_warnings(action="ignore"):  # Objects that warn when they are looked at.
         for item in gc.get_objects():
             if issubclass(type(item), torch.Tensor):
                 tensors += [part for part in core.strided_parts(item) if _is_on(part, device)]
@@ -219,8 +218,7 @@ def unset_memory_budget() -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         unset_memory_budget()
 
 

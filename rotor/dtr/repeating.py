@@ -123,8 +123,7 @@ def _filled_memory() -> Iterator[None]:
     fills = settings.fill_uninitialized_memory
     is_on = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
             settings.fill_uninitialized_memory = True

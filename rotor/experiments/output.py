@@ -191,7 +191,6 @@ def open_log(path: str, digest: str) -> Log:
     The digest of its bytes makes a changed file be read again.
     """
     del digest
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         # Ignored releases are counted in the results; every process would say so again.
-        warnings.simplefilter("ignore", UserWarning)
         return parse(path)

@@ -204,8 +204,7 @@ def _limited(
     model: Checkpointable, step: Callable[[], None], device: torch.device, limit: int
 ) -> tuple[bool, int | None, int | None, float | None]:
     """Return if a step fits, the least limit, and its peak and time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MemoryLimitWarning)
+    with warnings.catch_warnings(action="ignore", category=MemoryLimitWarning):
         try:
             settle(model, step)
             model.wait_for_planning()

@@ -397,8 +397,7 @@ class _Search:
         model = self.plans[size]
         least = self.rows["rotor", size * self.unit].least_bytes
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MemoryLimitWarning)
+            with warnings.catch_warnings(action="ignore", category=MemoryLimitWarning):
                 step = self._step(model, size)
                 # The first steps are metered by the wrapper, and may be planned again.
                 settle(model, step)

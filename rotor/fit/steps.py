@@ -166,8 +166,7 @@ class LimitedSteps:
         """
         if self._dynamic is not None or has_single_plan(self.model):
             return 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MemoryLimitWarning)
+        with warnings.catch_warnings(action="ignore", category=MemoryLimitWarning):
             try:
                 self.model.plan_step(1)
             except InfeasibleError as error:
@@ -183,8 +182,7 @@ class LimitedSteps:
         """Return a step under a limit, run until it has settled, and measured."""
         self.runner = self._chosen(limit_bytes)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MemoryLimitWarning)
+            with warnings.catch_warnings(action="ignore", category=MemoryLimitWarning):
                 return self._measured(limit_bytes, timed)
         except InfeasibleError as error:
             return RanStep(limit_bytes, False, least_bytes=error.minimum_bytes)

@@ -22,8 +22,6 @@ COLORS = {
 _LARGE = 150
 """Number of boxes above which the layout is quicker, and sizes on arrows are in tooltips only."""
 
-_PHASE_TITLES = {"forward": "forward", "loss": "loss", "backward": "backward"}
-
 
 @dataclass(frozen=True)
 class DotNode:
@@ -115,7 +113,7 @@ def dot_source(
         for number in cluster.nodes:
             lines.append(f"{pad}n{number} [{_node(nodes[number])}];")
         for inner in cluster.inside.values():
-            style = [("label", _PHASE_TITLES.get(inner.title, inner.title)), ("fontsize", "11")]
+            style = [("label", inner.title), ("fontsize", "11")]
             style += [("color", "#c3cad2"), ("fontcolor", "#46505a"), ("style", "rounded")]
             lines.append(f"{pad}subgraph cluster_{next(counter)} {{")
             lines.append(f"{pad}  graph [{_attributes(style)}];")
