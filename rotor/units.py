@@ -124,17 +124,7 @@ def format_bytes(n: int) -> str:
 
 
 def exact_bytes(n: int) -> str:
-    """Return a number of bytes for messages: for people, and exactly.
-
-    Parameters
-    ----------
-    n
-        Bytes; may be negative.
-
-    Returns
-    -------
-    str
-        Such as "19.8 MiB (20796608 bytes)"; below 1 KiB the bytes alone.
+    """Return a number of bytes for messages: for people, and exactly; below 1 KiB the bytes alone.
 
     Examples
     --------

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,9 +115,8 @@ def _leaves_unwritten(
     return key in _unwritten
 
 
-@contextmanager
-def _filled_memory() -> Iterator[None]:
-    """Fill what operators allocate: not a number, the largest integer, or true."""
+def _run_filled(call: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Run with what operators allocate filled: not a number, the largest integer, or true."""
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     is_on = torch.are_deterministic_algorithms_enabled()
@@ -127,15 +125,10 @@ def _filled_memory() -> Iterator[None]:
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
             settings.fill_uninitialized_memory = True
-            yield
+            return call(*args, **(kwargs or {}))
         finally:
             settings.fill_uninitialized_memory = fills
             torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
-
-
-def _run_filled(call: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None) -> Any:
-    with _filled_memory():
-        return call(*args, **(kwargs or {}))
 
 
 def _any_beyond(filled: torch.Tensor, plain: torch.Tensor) -> bool:
@@ -145,7 +138,7 @@ def _any_beyond(filled: torch.Tensor, plain: torch.Tensor) -> bool:
 
 
 def _is_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements that are what `_filled_memory` fills memory with."""
+    """Return the elements that are what `_run_filled` fills memory with."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.isnan()
     if tensor.dtype == torch.bool:

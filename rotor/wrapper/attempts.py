@@ -205,7 +205,8 @@ class Attempts:
         key, failures = self.asked, self.failures
         engine = driver.engines[0] if key is None else driver.order.of(key)
         is_only = key is not None or len(driver.engines) == 1
-        if not (_goes_on_after(error, driver.context) and is_only):
+        may_go_on = _is_free(driver.context) and not isinstance(error, _ANSWERS)
+        if not (may_go_on and is_only):
             if failures is not None:
                 error.add_note(failures.text(engine))
             return error
@@ -365,8 +366,3 @@ def _error_of_forward(context: Context, call: Call) -> Exception | None:
 def _is_free(context: Context) -> bool:
     """Return whether the engine is free to choose."""
     return context.settings.engine == "auto" and context.peers.ranks is None
-
-
-def _goes_on_after(error: Exception, context: Context) -> bool:
-    """Return whether an error may send a step to the next engine."""
-    return _is_free(context) and not isinstance(error, _ANSWERS)
