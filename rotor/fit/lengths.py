@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -82,10 +82,10 @@ class LengthsCost:
         known = [(row.length, getattr(row, name)) for row in rows]
         if not known or any(value is None for _, value in known):
             return None
-        longest = known[-1][0]
-        fitting = [(n, count) for n, count in self.lengths.items() if n <= longest]
-        total = sum(count * _between(known, length) for length, count in fitting)
-        return total / sum(count for _, count in fitting)
+        places, values = zip(*known, strict=True)
+        fitting = {n: count for n, count in self.lengths.items() if n <= places[-1]}
+        each = np.interp(list(fitting), places, values)
+        return float(np.average(each, weights=list(fitting.values())))
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
@@ -121,15 +121,6 @@ class LengthsCost:
                 "plain PyTorch (captures and planning apart, which come once)"
             )
         return text
-
-
-def _between(known: list[tuple[int, float]], length: int) -> float:
-    """Return a figure at a length, on straight lines between the known ones."""
-    place = bisect_left(known, (length,))
-    if place == 0:
-        return known[0][1]
-    (low, first), (high, last) = known[place - 1], known[place]
-    return first + (last - first) * (length - low) / (high - low)
 
 
 def _chosen(lengths: Mapping[int, int], points: int) -> list[int]:
