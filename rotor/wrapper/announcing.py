@@ -29,19 +29,11 @@ def logging_at(verbosity: int) -> Iterator[None]:
 
     If no handler is installed, messages go to the standard error stream meanwhile.
     """
+    global _before, _handler
     if verbosity <= 0:
         yield
         return
     level = logging.INFO if verbosity == 1 else logging.DEBUG
-    _begin(level)
-    try:
-        yield
-    finally:
-        _end(level)
-
-
-def _begin(level: int) -> None:
-    global _before, _handler
     with _lock:
         if not _levels:
             _before = logger.level
@@ -50,16 +42,15 @@ def _begin(level: int) -> None:
                 logger.addHandler(_handler)
         _levels.append(level)
         _set_level()
-
-
-def _end(level: int) -> None:
-    global _handler
-    with _lock:
-        _levels.remove(level)
-        _set_level()
-        if not _levels and _handler is not None:
-            logger.removeHandler(_handler)
-            _handler = None
+    try:
+        yield
+    finally:
+        with _lock:
+            _levels.remove(level)
+            _set_level()
+            if not _levels and _handler is not None:
+                logger.removeHandler(_handler)
+                _handler = None
 
 
 def _set_level() -> None:
