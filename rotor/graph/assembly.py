@@ -15,6 +15,7 @@ to its backward, so that the places of all add up.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -335,11 +336,4 @@ def _least_bytes(pieces: Sequence[Sequence[Option]], bases: Bases) -> int:
         return bases.between[0] <= limit
 
     high = simulate(pieces, bases, [0] * len(pieces)).peak_bytes
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        if fits(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return bisect_left(range(high), True, key=fits)

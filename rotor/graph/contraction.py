@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby, takewhile
 
 from rotor.graph.graph import Graph, Operation
 
@@ -49,14 +50,8 @@ def blocks(graph: Graph) -> list[list[int]]:
     Operations without a module join the group before them if it goes on after them.
     """
     operations, names = graph.operations, [block_of(place) for place in places(graph)]
-    groups: list[list[int]] = []
-    for index, op in enumerate(operations):
-        last = index - 1
-        if groups and operations[last].phase == op.phase and names[last] == names[index]:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
+    grouped = groupby(range(len(graph)), lambda k: (operations[k].phase, names[k]))
+    return [list(group) for _, group in grouped]
 
 
 def contract(
@@ -158,12 +153,8 @@ def peak_of_group(graph: Graph, group: Iterable[int], kept: set[int]) -> int:
 
 def common_path(paths: Iterable[str]) -> str:
     """Return the common beginning of the paths of some modules."""
-    same: list[str] = []
-    for names in zip(*(path.split(".") for path in paths), strict=False):
-        if len(set(names)) > 1:
-            break
-        same.append(names[0])
-    return ".".join(same)
+    columns = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns))
 
 
 def forward_part(graph: Graph) -> Graph:

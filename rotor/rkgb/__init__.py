@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -379,14 +380,8 @@ def _partitioned(
 ) -> Graph:
     """Merge consecutive computations of a block and a phase to one operation."""
     home = {number: k for k, block in enumerate(blocks) for number in block}
-    groups: list[list[Unit]] = []
-    places: list[tuple[str, int]] = []
-    for unit in units:
-        place = (unit.phase, home.get(unit.owner, -1))
-        if not places or places[-1] != place:
-            places.append(place)
-            groups.append([])
-        groups[-1].append(unit)
+    keyed = groupby(units, lambda unit: (unit.phase, home.get(unit.owner, -1)))
+    places, groups = zip(*((place, list(group)) for place, group in keyed), strict=True)
     prefix = {"forward": "fwd", "backward": "bwd"}
     labels = [f"{prefix.get(phase, phase)}_block{k}" if k >= 0 else phase for phase, k in places]
     modules = [names[k] if k >= 0 else "" for _, k in places]
