@@ -61,9 +61,9 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randint(20, (64,), generator=generator)
 
 
-def limited(model: nn.Module) -> rotor.Checkpointable:
+def limited(model: nn.Module, **options: Any) -> rotor.Checkpointable:
     """The model under little more than the least limit, where it has to recompute."""
-    wrapped = rotor.Checkpointable(model, engine="graph", effort="fast")
+    wrapped = rotor.Checkpointable(model, engine="graph", effort="fast", **options)
     wrapped.measure(batch(0, 0))
     try:
         wrapped.compute_sequence(mem_limit=1)
@@ -162,6 +162,18 @@ class Graphs:
         count = events.count("product")
         good = len(sending) > 3 and after[0] > count // 2 and after[1] > 0
         return [] if good else [f"{count} products, after each bucket {after}: {events}"]
+
+
+def verified_gradients_come_in_order(rank: int) -> list[str]:
+    """Buckets are built by the first backward, in which the embedding's gradient is made last."""
+    torch.manual_seed(7)
+    planned = limited(Net())
+    order: list[str] = []
+    for name, parameter in planned.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    DistributedDataParallel(planned)(batch(rank, 0)).square().mean().backward()
+    found = order.index("blocks.2.up.weight") < order.index("embed.weight")
+    return [] if found else [str(order)]
 
 
 def inside_of_a_model(rank: int) -> list[str]:
@@ -273,6 +285,7 @@ def scenarios() -> dict[str, Callable[[int], list[str]]]:
         "graph, no_sync": lambda rank: graphs().compare(rank, silent=1),
         "graph, static_graph": lambda rank: graphs().compare(rank, static_graph=True),
         "graph, bucket view": lambda rank: graphs().compare(rank, gradient_as_bucket_view=True),
+        "graph, verified": verified_gradients_come_in_order,
         "graph, buckets leave early": lambda rank: graphs().buckets_leave_early(rank),
         "graph, inside": inside_of_a_model,
         "graph, compiled": compiled_with_existing_views,

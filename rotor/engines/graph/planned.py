@@ -280,10 +280,14 @@ class GraphPlan(Metered):
         step = self.step
         if step.owners is None:
             return None
-        if not spread or code is not self._emitted:
+        is_verified = code is not self._emitted
+        if not spread or (is_verified and step.hands_over):
             return code if isinstance(code, EarlyCode) else None
+        numbers = self.program.actions.tolist()
+        if is_verified:
+            # No gradient leaves before its proof, and a consumer learns from their order.
+            return EarlyCode.in_order(code, step.lowered, numbers)
         if self._early is None:
-            numbers = self.program.actions.tolist()
             pooling = step.pooling()
             self._early = EarlyCode.of(
                 step.lowered, numbers, spread=True, layout=self.layout, pooling=pooling

@@ -167,6 +167,14 @@ class EarlyCode:
     """For each primal the numbers of its gradient's terms."""
     prover: Prover | None = None
     """Prover that may raise after gradients have left."""
+    is_whole: bool = False
+    """True if the backward is no generator: all gradients leave at its end, in their order."""
+
+    @classmethod
+    def in_order(cls, code: Any, lowered: Lowered, numbers: Sequence[int]) -> EarlyCode:
+        """Return a program's code, with gradients that leave at its end as they were made."""
+        groups = [group for _, group in delivery_groups(lowered, numbers)]
+        return cls(code, groups, _terms(lowered), is_whole=True)
 
     @classmethod
     def of(
@@ -198,10 +206,7 @@ class EarlyCode:
             groups += [list(over)] if over else []
             groups += [indices for place, indices in late if place == position]
         emitted = emit(lowered, numbers, late, prover, layout, pooling)
-        terms: list[list[int]] = [[] for _ in lowered.primals]
-        for index in range(len(lowered.gradients)):
-            terms[lowered.primal_of(index)].append(index)
-        return cls(emitted, groups, terms, prover)
+        return cls(emitted, groups, _terms(lowered), prover)
 
     @property
     def source(self) -> str:
@@ -231,17 +236,39 @@ class EarlyCode:
         """Return outputs, saved primals and the token; empty the given list of primals."""
         return self.emitted.forward(args)
 
+    def parts(
+        self, args: list[Any], given: dict[int, torch.Tensor | None]
+    ) -> Generator[None, None, None]:
+        """Begin the backward; it stops at once, and where it has put a group into a dictionary."""
+        begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
+        return self._whole(args, given) if self.is_whole else begin(args, given)
+
+    def _whole(
+        self, args: list[Any], given: dict[int, torch.Tensor | None]
+    ) -> Generator[None, None, None]:
+        yield
+        given.update(enumerate(self.emitted.backward(args)))
+        for _ in self.groups:
+            yield
+
     def backward(self, args: list[Any]) -> tuple[torch.Tensor | None, ...]:
         """Return all gradients at the end, for a call without nodes of ours that wait for them."""
         given: dict[int, torch.Tensor | None] = {}
-        begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
-        for _ in begin(args, given):
+        for _ in self.parts(args, given):
             pass
         found: list[torch.Tensor | None] = []
         for terms in self.gradients:
             parts = [part for part in map(given.get, terms) if part is not None]
             found.append(reduce(torch.add, parts) if parts else None)
         return tuple(found)
+
+
+def _terms(lowered: Lowered) -> list[list[int]]:
+    """Return the numbers of the terms of each primal's gradient."""
+    terms: list[list[int]] = [[] for _ in lowered.primals]
+    for index in range(len(lowered.gradients)):
+        terms[lowered.primal_of(index)].append(index)
+    return terms
 
 
 class Delivery:
@@ -269,8 +296,7 @@ class Delivery:
         self._next = 0
         if self._marks is not None:
             self._marks[0]()
-        begin: Callable[..., Generator[None, None, None]] = self._code.emitted.backward
-        self._parts = begin(args, self._given)
+        self._parts = self._code.parts(args, self._given)
         next(self._parts)
         return (None,) * len(self._code.gradients)
 
