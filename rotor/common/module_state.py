@@ -25,6 +25,7 @@ from collections import UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,7 +48,6 @@ from rotor.common.places import (
     iterators_within,
     modules_named,
     names_in,
-    numpy_module,
     same_state,
     state_of,
 )
@@ -269,10 +269,8 @@ class Watch:
         for _, module in modules:
             if isinstance(module, nn.Module):
                 self._own.update(id(inner) for inner in module.modules())
-        numpy = numpy_module()
         self._state("Python's random generator", random)
-        if numpy is not None:
-            self._state("NumPy's random generator", numpy.random)
+        self._state("NumPy's random generator", np.random)
         for name, module in modules:
             self._waiting.append((name, module, None))
         while self._waiting and len(self._seen) < self.most:

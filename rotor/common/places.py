@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -53,11 +54,11 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return one copy of a tensor, an array or an iterator; any other value as it is."""
     if id(value) in memo:
         return memo[id(value)][1]
-    made, numpy = value, numpy_module()
+    made = value
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
             made = value.detach().clone()
-    elif numpy is not None and isinstance(value, numpy.ndarray):
+    elif isinstance(value, np.ndarray):
         made = value.copy()
     elif not isinstance(value, nn.Module) and hasattr(value, "__next__"):
         with warnings.catch_warnings(action="ignore"), suppress(Exception):
@@ -269,9 +270,7 @@ class Inner(Place):
     @property
     def is_generator(self) -> bool:
         """True if the object is a generator: drawing from it changes it."""
-        numpy = numpy_module()
-        is_array = numpy is not None and isinstance(self.owner, numpy.ndarray)
-        return not is_array and not isinstance(self.owner, io.IOBase | LRU_CACHE | _MEMORY)
+        return not isinstance(self.owner, np.ndarray | io.IOBase | LRU_CACHE | _MEMORY)
 
     def state_bytes(self, device: torch.device) -> int:
         """Return the bytes of two states: the saved one, and the current one in a rerun."""
@@ -280,26 +279,16 @@ class Inner(Place):
         return 2 * state.nbytes if is_here else 0
 
 
-def numpy_module() -> Any:
-    """Return NumPy; `None` if its generators were never imported."""
-    found = sys.modules.get("numpy")
-    return found if found is not None and "numpy.random" in sys.modules else None
-
-
 def state_of(owner: Any) -> Any:
     """Return the state of an object in the form of `_set_state`; `MISSING` if it has none."""
-    numpy = numpy_module()
-    if isinstance(owner, torch.Generator):
+    if owner is np.random or isinstance(owner, torch.Generator | np.random.RandomState):
         return owner.get_state()
     if owner is random or isinstance(owner, random.Random):
         return owner.getstate()
-    if numpy is not None:
-        if owner is numpy.random or isinstance(owner, numpy.random.RandomState):
-            return owner.get_state()
-        if isinstance(owner, numpy.random.Generator):
-            return owner.bit_generator.state
-        if isinstance(owner, numpy.ndarray):
-            return owner.copy()
+    if isinstance(owner, np.random.Generator):
+        return owner.bit_generator.state
+    if isinstance(owner, np.ndarray):
+        return owner.copy()
     if isinstance(owner, LRU_CACHE):
         return [id(key) for key in _kept_results(owner)]
     if isinstance(owner, _MEMORY):
@@ -331,7 +320,6 @@ def _bytes_of(memory: Any) -> Any:
 
 
 def _set_state(owner: Any, state: Any) -> None:
-    numpy = numpy_module()
     if isinstance(owner, _MEMORY):
         _bytes_of(owner).raw = state
     elif isinstance(owner, LRU_CACHE):
@@ -342,9 +330,9 @@ def _set_state(owner: Any, state: Any) -> None:
         owner.__setstate__(state)
     elif isinstance(owner, io.IOBase):
         owner.seek(state)
-    elif numpy is not None and isinstance(owner, numpy.ndarray):
+    elif isinstance(owner, np.ndarray):
         owner[...] = state
-    elif numpy is not None and isinstance(owner, numpy.random.Generator):
+    elif isinstance(owner, np.random.Generator):
         owner.bit_generator.state = state
     elif owner is random or isinstance(owner, random.Random):
         owner.setstate(state)

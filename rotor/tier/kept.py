@@ -7,10 +7,10 @@ returned.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from rotor._pytorch import optimizers
@@ -48,12 +48,13 @@ def _state_of(value: Any) -> Any:
 
 
 def _random_states() -> dict[str, Any]:
-    found = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        found["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
-    return found
+    state: Any = np.random.get_state()  # noqa: NPY002
+    name, keys, *rest = state
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype("int64")), *rest),
+    }
 
 
 def set_random(found: Mapping[str, Any]) -> None:
@@ -67,8 +68,6 @@ def set_random(found: Mapping[str, Any]) -> None:
     torch.set_rng_state(found["torch"])
     random.setstate(found["python"])
     if "numpy" in found:
-        import numpy
-
         name, keys, *rest = found["numpy"]
         state = (name, keys.numpy().astype("uint32"), *rest)
-        numpy.random.set_state(state)  # noqa: NPY002
+        np.random.set_state(state)  # noqa: NPY002

@@ -115,15 +115,10 @@ def _read(place: _Place) -> torch.Tensor:
     made = torch.empty(place.shape, dtype=place.dtype)
     if not place.nbytes:
         return made
-    memory = memoryview(bytes_of(made))
-    with place.path.open("rb", buffering=0) as file:
+    with place.path.open("rb") as file:
         file.seek(place.begin)
-        done = 0
-        while done < place.nbytes:
-            count = file.readinto(memory[done:])
-            if not count:
-                raise OSError(f"{place.path} ended within a tensor")
-            done += count
+        if file.readinto(memoryview(bytes_of(made))) < place.nbytes:
+            raise OSError(f"{place.path} ended within a tensor")
     return made
 
 
