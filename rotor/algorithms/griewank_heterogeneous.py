@@ -19,13 +19,7 @@ from typing import ClassVar
 from rotor import _core
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence
-from rotor.algorithms.utils import (
-    BuiltInAlgorithm,
-    ProgressCallback,
-    curve_of,
-    priced,
-    table_bound,
-)
+from rotor.algorithms.utils import BuiltInAlgorithm, ProgressCallback, curve_of, priced, table_bound
 from rotor.chain import Chain
 
 

@@ -99,10 +99,7 @@ def advise(
             return batches.training_step(module, lambda: batches.sum_of(wrapped(*args, **kwargs)))
 
         steps = LimitedSteps(
-            model,
-            step_of,
-            device,
-            lambda: Checkpointable(module, engine="dynamic", verbosity=-1),
+            model, step_of, device, lambda: Checkpointable(module, engine="dynamic", verbosity=-1)
         )
         curve = measured_curve(steps, step_limit(device, module=module), 5)
     limit = limit_of(curve)
