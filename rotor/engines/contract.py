@@ -27,7 +27,7 @@ from rotor.common.model_state import ModelState
 from rotor.common.ranks import group_of_all
 from rotor.common.tensor_trees import device_of, tree_tensors
 from rotor.engines.peers import Alone, Peers
-from rotor.errors import MemoryLimitWarning
+from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.graph.planner import check_options
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
 from rotor.tier.offload import Offload
@@ -336,6 +336,8 @@ class Context:
         ``None`` without one.
     structure
         Modules and parameters of the model at discovery.
+    explain
+        Function that completes an error of a step that does not fit, given the step's limit.
     peers
         Ranks that share plans.
     sharding
@@ -367,6 +369,7 @@ class Context:
     settings: Settings
     wrapper: Callable[[], nn.Module | None]
     structure: ModelState
+    explain: Callable[[InfeasibleError, int], None]
     peers: Peers = field(default_factory=Alone)
     sharding: Any = None
     plans: dict[Key, Any] = field(default_factory=dict)

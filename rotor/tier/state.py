@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor._pytorch import core, optimizers, pointers
 from rotor.common.frames import warn_caller
-from rotor.errors import MemoryLimitWarning
+from rotor.errors import CaptureError, MemoryLimitWarning
 from rotor.meter import allocator
 from rotor.tier.checks import check_model, check_optimizer, goes_away
 from rotor.tier.homes import AwayTensor, Home, Tickets
@@ -75,6 +75,7 @@ class AwayState:
                 "update out"
             )
         self.module = module
+        self._paths = {path for path, _ in module.named_parameters(remove_duplicate=False)}
         self._adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._shells: dict[int, nn.Parameter] = {}
         self._homes: dict[int, Home] = {}
@@ -312,7 +313,7 @@ class AwayState:
     def shells(self, slots: Sequence[core.Slot]) -> Iterator[None]:
         """Have shells stand for the parameters in the context, in the slots of a module.
 
-        Raises RuntimeError if a parameter was replaced.
+        Raises CaptureError if a parameter was replaced, or added.
         """
         changed: list[tuple[core.Slot, Any]] = []
         try:
@@ -330,10 +331,13 @@ class AwayState:
                 values[name] = parameter
 
     def _check_known(self, name: str, parameter: torch.Tensor) -> None:
-        """Raise RuntimeError if a parameter would have got a home if it had been there."""
+        """Raise CaptureError if a parameter would have got a home if it had been there."""
         if goes_away(parameter) or isinstance(parameter, AwayTensor):
-            raise RuntimeError(
-                f"parameter {name} was replaced after its model was wrapped with offload_state=: "
+            named = self.module.named_parameters(remove_duplicate=False)
+            path = next((path for path, p in named if p is parameter), name)
+            what = "replaced" if path in self._paths else "added"
+            raise CaptureError(
+                f"parameter {path} was {what} after its model was wrapped with offload_state=: "
                 "wrap the model again, with an optimizer of its parameters"
             )
 

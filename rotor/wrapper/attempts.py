@@ -245,7 +245,7 @@ class Attempts:
                 is_less = (
                     isinstance(error, InfeasibleError)
                     and error.minimum_bytes < refusal.minimum_bytes
-                    and _fits(engine, key, call, error.minimum_bytes)
+                    and _fits(engine, key, call, error.minimum_bytes - driver.limits.owned_bytes)
                 )
                 order.hand_back(key, None)
                 context.plans.pop(key, None)

@@ -96,6 +96,7 @@ class Driver:
             self.settings,
             self._wrapper,
             ModelState(self.settings.module),
+            self.limits.explain,
             peers=self._group_peers,
             latest=latest,
             warned=warned,
@@ -290,10 +291,11 @@ class Driver:
 
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
         """Plan a measured kind of step."""
+        limit = self.limit_of(key)
         try:
-            plan = self.order.of(key).plan(key, self.limit_of(key), reserve_bytes)
+            plan = self.order.of(key).plan(key, limit, reserve_bytes)
         except InfeasibleError as error:
-            self.limits.explain(error)
+            self.limits.explain(error, limit)
             raise
         # Ranks share the least of their limits.
         self.settings.limit_bytes = plan.limit_bytes

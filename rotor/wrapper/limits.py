@@ -98,29 +98,32 @@ class Limits:
             del plans[key]
         return bool(outgrown)
 
-    def explain(self, error: InfeasibleError) -> None:
-        """Add the sum behind the limit to an error of a planner."""
-        room, own = self.room, self.owned_bytes
-        if room is None and own and error.minimum_bytes:
-            assert self._settings.away is not None
-            needed = self._settings.away.least_update_bytes()
-            error.minimum_bytes = max(error.minimum_bytes, needed) + own
-            error.lower_bound_bytes += own
-            limit, text = self._settings.mem_limit or 0, error.args[0]
-            if limit < own:
-                text = text.replace(f"in {exact_bytes(limit - own)}", "in no bytes")
-            text = (
-                f"{text}. The limit, {exact_bytes(limit)}, counts what the model keeps in memory "
-                f"too, {exact_bytes(own)}: in all, {exact_bytes(error.minimum_bytes)} would do"
-            )
-            error.args = (text, *error.args[1:])
-        if room is not None and room.latest is not None and error.minimum_bytes:
-            found = room.latest
-            least = exact_bytes(room.total_for(error.minimum_bytes))
+    def explain(self, error: InfeasibleError, limit_bytes: int) -> None:
+        """Add what is behind the limit that a step was given to the error that it does not fit."""
+        if not error.minimum_bytes:
+            return
+        given, room, away = self._settings.mem_limit, self.room, self._settings.away
+        least, text = max(error.minimum_bytes, limit_bytes + 1), error.args[0]
+        found = None if room is None else room.latest
+        if given is not None and (found is None or given - self.owned_bytes <= found.step_bytes):
+            found = None
+            if away is not None and (own := given - limit_bytes) > 0:
+                least = max(least, away.least_update_bytes()) + own
+                error.lower_bound_bytes += own
+                if limit_bytes < 0:
+                    text = text.replace(f"in {exact_bytes(limit_bytes)}", "in no bytes")
+                text = (
+                    f"{text}. The limit, {exact_bytes(given)}, counts what the model keeps in "
+                    f"memory too, {exact_bytes(own)}: in all, {exact_bytes(least)} would do"
+                )
+        if found is not None:
+            assert room is not None
+            total = exact_bytes(room.total_for(least))
             is_left = found.step_bytes > 0
             why = ". The limit follows from " if is_left else ". Nothing is left for a step: "
-            text = f"{error.args[0]}{why}{found}: in all, {least} would do"
-            error.args = (text, *error.args[1:])
+            text = f"{text}{why}{found}: in all, {total} would do"
+        error.minimum_bytes = least
+        error.args = (text, least, error.lower_bound_bytes, error.peak)
 
     def check(self, context: Context, plan: Any) -> None:
         """Warn, once, of a plan for a given limit that is more than is free."""

@@ -120,6 +120,19 @@ def test_the_sum_behind_a_total_limit_names_the_peak_once():
     assert text.count("Nothing is left for a step: 878.9 KiB = ") == 1
 
 
+@pytest.mark.parametrize("given", ["1GiB", "1KiB"])
+def test_the_limit_that_a_step_without_a_plan_exceeds_is_named(given):
+    """The total, or the given limit where that is less."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    chk = rotor.Checkpointable(model, mem_limit=given, total_limit="900KB", engine="dynamic")
+    if given == "1KiB":
+        chk.total_limit = "64GiB"
+    with pytest.raises(rotor.InfeasibleError, match="the forward does not fit") as caught:
+        chk(torch.randn(512, 256))
+    found = "Nothing is left for a step: 878.9 KiB = " in str(caught.value)
+    assert (found, "The limit follows from" in str(caught.value)) == (given == "1GiB", False)
+
+
 @pytest.mark.parametrize("step_bytes", [1, 10 << 20, 300 << 20])
 @pytest.mark.parametrize("total", ["1KiB", "8GiB"])
 def test_the_total_that_would_do_leaves_the_bytes_of_the_step(total, step_bytes):

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import rotor
 from rotor.memory import meter
+from rotor.units import exact_bytes
 
 MODELS = {"graph": (GPT, 900_000), "parts": (Breaking, 900_000), "dynamic": (Asking, 600_000)}
 
@@ -296,3 +297,53 @@ def test_parameters_get_other_names(engine):
                 change(module[0], "weight", **({} if change is prune.remove else {"amount": 0.5}))
     assert losses[:5] == losses[5:]
     assert_same(plain, model, one, other)
+
+
+class Growing(nn.Module):
+    """Model that gets blocks between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64)])
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+def grown(limit: int | None) -> list[float]:
+    """Return the losses of a training in which blocks are added."""
+    torch.manual_seed(0)
+    model, found = Growing(), []
+    call, optimizer = model, torch.optim.AdamW(model.parameters(), 1e-2)
+    if limit is not None:
+        call = wrapped(model, "auto", mem_limit=limit, offload_state=optimizer, planning="before")
+    for k in range(6):
+        if k in (2, 4):
+            model.blocks.append(nn.Linear(64, 64))
+            optimizer.add_param_group({"params": model.blocks[-1].parameters()})
+        loss = call(torch.linspace(-1, 1, 4096).sin().view(64, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:no single graph")
+def test_modules_are_added():
+    """Their parameters have no homes; the least limit that is named counts them in memory."""
+    added = r"parameter blocks\.1\.weight was added after its model was wrapped with offload_state="
+    with pytest.warns(rotor.MemoryLimitWarning, match=added) as told:
+        assert grown(400_000) == grown(None)
+    assert not any("report this line" in str(one.message) for one in told)
+    for limit in (120_000, 200_000):
+        with pytest.raises(rotor.InfeasibleError) as caught:
+            grown(limit)
+        least, text = caught.value.minimum_bytes, str(caught.value)
+        assert least > limit
+        assert f"try a limit of {exact_bytes(least)}" in text
+        assert f"The limit, {exact_bytes(limit)}, counts what the model keeps in memory" in text
+    assert grown(least) == grown(None)

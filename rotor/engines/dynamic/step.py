@@ -56,10 +56,10 @@ class BudgetedStep:
     """Forward of a module, and the backward that belongs to it.
 
     Only the graph references it: when the outputs are dropped without a backward, everything that
-    the forward kept is freed. The limit is in bytes above the current level. `backward_began` and
-    `ended` are called with the step before its first backward, and at its end in any case. A trial
-    restores everything at the end, attributes of modules too. The settings are those of the
-    session.
+    the forward kept is freed. The limit is in bytes above the current level. `explain` completes
+    the error of a step that does not fit. `backward_began` and `ended` are called with the step
+    before its first backward, and at its end in any case. A trial restores everything at the end,
+    attributes of modules too. The settings are those of the session.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class BudgetedStep:
         limit: int,
         device: torch.device,
         *,
+        explain: Callable[[InfeasibleError], None],
         backward_began: Callable[[BudgetedStep], None],
         ended: Callable[[BudgetedStep], None],
         is_trial: bool = False,
         **settings: Any,
     ) -> None:
         self._ended: Callable[[BudgetedStep], None] | None = None
+        self._explain = explain
         self._modules = list(module.modules())
         self._is_trial = is_trial
         self._attributes_before = (
@@ -494,21 +496,23 @@ class BudgetedStep:
         additions = self.session.additions
         added = additions.added if additions is not None else 0
         self.release()
-        if self.tried_bytes >= error.minimum_bytes:
-            minimum = self.tried_bytes
+        is_known = self.tried_bytes >= error.minimum_bytes
+        refused = InfeasibleError(str(error), self.tried_bytes if is_known else minimum)
+        self._explain(refused)
         gradients = "its gradients, "
         if added:
             gradients = f"but for {added} gradients that this step was added to already, "
+        least = exact_bytes(refused.minimum_bytes)
         named = (
-            f"a step took no more than {exact_bytes(minimum)} before: give such a limit"
-            if minimum == self.tried_bytes
-            else f"try a limit of {exact_bytes(minimum)}, estimated with room for the operations "
-            "and gradients that are still to come"
+            f"a step took no more than {least} before: give such a limit"
+            if is_known
+            else f"try a limit of {least}, estimated with room for the operations and gradients "
+            "that are still to come"
         )
         return InfeasibleError(
-            f"the {self._phase} does not fit: {error}. The model, {gradients}buffers and the "
+            f"the {self._phase} does not fit: {refused}. The model, {gradients}buffers and the "
             f"random state are as they were before this step: {named}, or a smaller batch",
-            minimum,
+            refused.minimum_bytes,
         )
 
     def __del__(self) -> None:
