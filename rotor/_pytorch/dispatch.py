@@ -220,15 +220,18 @@ def watch_backwards() -> None:
     autograd._engine_run_backward = run_watched  # type: ignore[attr-defined, assignment]
 
 
-def edges_of_leaves(node: Any, *, may_return: bool = False) -> dict[int, int] | None:
+def edges_of_leaves(
+    node: Any, is_idle: Callable[[Any], bool], *, may_return: bool = False
+) -> dict[int, int] | None:
     """Return the number of edges to each leaf, by its ``id``, of the backward that runs a node.
 
-    ``None`` if this backward was not seen, or does not add to ``.grad`` of every leaf; with
-    `may_return`, it may return the gradients instead.
+    Edges from nodes that are idle have no gradients, and do not count. ``None`` if this backward
+    was not seen, or does not add to ``.grad`` of every leaf; with `may_return`, it may return the
+    gradients instead.
     """
     found = None
     for backward in list(_backwards):
-        counts, is_through = _edges(backward.roots, node)
+        counts, is_through = _edges(backward.roots, node, is_idle)
         if not is_through:
             continue
         is_whole = may_return or (backward.accumulates and not backward.is_partial)
@@ -238,7 +241,9 @@ def edges_of_leaves(node: Any, *, may_return: bool = False) -> dict[int, int] | 
     return found
 
 
-def _edges(roots: tuple[Any, ...], node: Any) -> tuple[dict[int, int], bool]:
+def _edges(
+    roots: tuple[Any, ...], node: Any, is_idle: Callable[[Any], bool]
+) -> tuple[dict[int, int], bool]:
     counts: dict[int, int] = {}
     seen: set[Any] = set()
     waiting = [root for root in roots if root is not None]
@@ -249,7 +254,10 @@ def _edges(roots: tuple[Any, ...], node: Any) -> tuple[dict[int, int], bool]:
             counts[id(variable)] = counts.get(id(variable), 0) + 1
         elif this not in seen:
             seen.add(this)
-            waiting.extend(following for following, _ in this.next_functions if following)
+            following = [each for each, _ in this.next_functions if each]
+            if is_idle(this):
+                following = [each for each in following if not hasattr(each, "variable")]
+            waiting.extend(following)
     return counts, node in seen
 
 

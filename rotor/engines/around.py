@@ -38,7 +38,7 @@ class _Part:
         is_outer: bool,
         retains: bool,
     ) -> None:
-        self._rerun, self._outputs, self._token, self._inner = rerun, outputs, token, inner
+        self._rerun, self._outputs, self.token, self._inner = rerun, outputs, token, inner
         self._leaves, self._is_outer, self._retains = let_go(leaves), is_outer, retains
         self.made: list[Any] = []
         self._task, self._is_wanted = -1, False
@@ -51,7 +51,7 @@ class _Part:
         Those of the outputs are ``None``, or all others.
         """
         passed = (*given, *[None] * (len(level.earlier) + len(self._leaves)))
-        token = self._token()
+        token = self.token()
         is_past = token is None and all(gradient is None for gradient in given)
         if is_past or (self._is_outer and not torch.is_grad_enabled()):
             return passed
@@ -111,6 +111,12 @@ class _Again(Function):
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
         return None, None, *ctx.part.backward(ctx.level, given)
+
+
+def is_around(token: Any, node: Any) -> bool:
+    """Return whether a node belongs to the way around a call, whose backward runs, by its token."""
+    part = getattr(node, "part", None)
+    return isinstance(part, _Part) and part.token() is token
 
 
 _apply_again = core.bare_apply(_Again)

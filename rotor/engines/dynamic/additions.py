@@ -77,7 +77,8 @@ class Additions:
     of leaves that get no other part in the running backward, and that no hook waits for, are added
     in place, and those of leaves in a second tier leave for it. With `waits`, they are kept until
     `finish` or `add`, after a call of `prepare` with each; there, if their leaf is. `leave_room` is
-    called with the bytes that a transfer takes. In a trial, gradients leave for nowhere.
+    called with the bytes that a transfer takes; `is_idle` says which nodes have no gradients for
+    leaves. In a trial, gradients leave for nowhere.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Additions:
         is_trial: bool,
         prepare: Callable[[torch.Tensor], object],
         leave_room: Callable[[int, int], object],
+        is_idle: Callable[[Any], bool],
     ) -> None:
         self._waits = waits
         self._is_trial = is_trial
@@ -101,7 +103,7 @@ class Additions:
         """Number of added gradients."""
         found = [leaf for leaf in leaves if _exists(leaf) and (core.is_away(leaf) or not is_trial)]
         node = dispatch.current_node()
-        edges = dispatch.edges_of_leaves(node, may_return=is_trial) if found else None
+        edges = dispatch.edges_of_leaves(node, is_idle, may_return=is_trial) if found else None
         self._leaves = [leaf for leaf in found if edges is not None and edges.get(id(leaf)) == 1]
 
     @property

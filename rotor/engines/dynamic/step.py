@@ -36,7 +36,7 @@ from rotor.common.substitutes import exchanged, replace_references, substituted
 from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.context import Unfollowed, current
 from rotor.dtr.stepping import StepSession
-from rotor.engines.around import around
+from rotor.engines.around import around, is_around
 from rotor.engines.dynamic.additions import Additions, Arrivals, Undo
 from rotor.engines.dynamic.fetches import as_operators
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
@@ -396,6 +396,7 @@ class BudgetedStep:
             is_trial=self._is_trial,
             prepare=session.pin,
             leave_room=session.leave_room,
+            is_idle=partial(is_around, self),
         )
         return session.additions
 
