@@ -12,7 +12,10 @@ from typing import Any
 from rotor.fit.distributions import lengths_of
 
 _LONGEST = 1 << 40
-_LOSSES = ("cross_entropy", "mse", "sum")
+_NAMES = {
+    "loss": (("cross_entropy", "mse", "sum"), "output"),
+    "offload_state": (("sgd", "adam", "adamw", "adafactor"), "parameters"),
+}
 _WHOLE = re.compile(r"(torch\.)?(u?int(8|16|32|64)?|long|short)")
 _REAL = r"bfloat16|float(16|32|64|8_\w+)?|half|double|bool|c?half|c(float|double)|complex\d+"
 _TYPE = re.compile(rf"{_WHOLE.pattern}|(torch\.)?({_REAL})")
@@ -71,12 +74,7 @@ def check_model(arguments: argparse.Namespace) -> None:
     check_types(len(arguments.input), arguments.dtype, arguments.high)
     source_of(arguments.factory)
     _check_files(arguments)
-    loss = arguments.loss
-    if loss is not None and loss not in _LOSSES and ":" not in loss:
-        raise ValueError(
-            f"--loss {loss!r}: expected {', '.join(_LOSSES)}, or FILE.py:FUNCTION, a function of "
-            "the output"
-        )
+    _check_names(arguments)
     if arguments.device is not None and not re.fullmatch(r"[a-z]+(:\d+)?", arguments.device):
         raise ValueError(f"--device {arguments.device!r}: expected cpu, cuda, or such as cuda:1")
     for name in ("points", "multiple_of", "max_batch"):
@@ -117,7 +115,7 @@ def check_types(inputs: int, types: Sequence[str], highs: Sequence[int]) -> list
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Raise if a file that is read is missing, or an option contradicts the profile."""
-    profile, loss = getattr(arguments, "profile", None), arguments.loss
+    profile = getattr(arguments, "profile", None)
     if profile is not None:
         if arguments.engine == "chain":
             raise ValueError(
@@ -127,6 +125,20 @@ def _check_files(arguments: argparse.Namespace) -> None:
             raise ValueError("--save is of this machine, and --profile of another: give one")
         if not Path(profile).is_file():
             raise ValueError(f"--profile {profile}: No such file or directory")
-    where = "" if loss is None else loss.rpartition(":")[0]
-    if where.endswith(".py") and not Path(where).is_file():
-        raise ValueError(f"--loss {loss}: no file {where}")
+
+
+def _check_names(arguments: argparse.Namespace) -> None:
+    """Raise ValueError if a loss or an optimizer is unknown; give known ones their own names."""
+    for option, (known, of) in _NAMES.items():
+        given, shown = getattr(arguments, option, None), f"--{option.replace('_', '-')}"
+        where, separator, _ = (given or "").rpartition(":")
+        if where.endswith(".py") and not Path(where).is_file():
+            raise ValueError(f"{shown} {given}: no file {where}")
+        if given is None or separator:
+            continue
+        if given.lower() not in known:
+            raise ValueError(
+                f"{shown} {given!r}: expected {', '.join(known)}, or FILE.py:FUNCTION, a function "
+                f"of the {of}"
+            )
+        setattr(arguments, option, given.lower())

@@ -79,7 +79,7 @@ def test_parameters_and_states_are_away(capsys, monkeypatch, tmp_path):
     wide = ("wide.py:chain", "--arg", "depth=2", "--arg", "width=64", "--input", "64,64")
     away = (*wide, "--offload", f"disk:{tmp_path}", "--offload-state")
     known = 2 * 64 * 64 * 4
-    plan = data_of(capsys, "plan", *away, "adam", "--limit", "1MiB", "--effort", "fast")["plan"]
+    plan = data_of(capsys, "plan", *away, "Adam", "--limit", "1MiB", "--effort", "fast")["plan"]
     homes = plan["homes"]
     assert [homes[name] for name in ("parameters", "gradients", "states")] == [
         known,
@@ -104,6 +104,8 @@ def test_parameters_and_states_are_away(capsys, monkeypatch, tmp_path):
         ((*wide, "--host-limit", "1GiB"), "--host-limit is for --offload"),
         ((*away, "adam", "--host-limit", "1GiB"), "bounds the memory of the host"),
         ((*away, "wide.py:chain"), "calling wide.py:chain failed"),
+        ((*away, "rmsprop"), "--offload-state 'rmsprop': expected sgd, adam, adamw, adafactor"),
+        ((*away, "none.py:f"), "--offload-state none.py:f: no file none.py"),
     ):
         code, _, err = run(capsys, "plan", *given)
         assert (code, text in err) == (2, True), err
