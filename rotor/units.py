@@ -41,7 +41,8 @@ def parse_bytes(value: object, name: str = "mem_limit") -> int:
         A whole number (an ``int``, a NumPy integer, a ``float`` without a fraction), or text: a
         decimal number such as 1.5 or 1e9, and a unit out of ``B``, ``KB MB GB TB`` (powers of
         1000) and ``KiB MiB GiB TiB`` or ``K M G T`` (powers of 1024), in any case and with any
-        spaces between; bytes where without a unit. A fraction of a byte is rounded to the nearest.
+        spaces between; bytes where without a unit. With a larger one, a fraction of a byte is
+        rounded to the nearest.
     name
         Name of the value in error messages.
 
@@ -89,6 +90,8 @@ def _parse_text(text: str, name: str) -> int:
     whole, _, fraction = match[1].partition(".")
     scale: int = 10 ** len(fraction)
     scaled: int = int(whole + fraction) * _UNITS[match[3].lower()] * 10 ** int(match[2] or 0)
+    if match[3].lower() in ("", "b") and scaled % scale:
+        raise ValueError(f"{name} = {text!r} is not a whole number of bytes; {_EXPECTED}")
     return (2 * scaled + scale) // (2 * scale)
 
 
