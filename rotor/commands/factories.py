@@ -164,7 +164,8 @@ def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
     Parameters
     ----------
     name
-        Name of the callable, as for `load`; it returns a module, or a module and a sample.
+        Name of a module, or of a callable, as for `load`, that returns a module, or a module and a
+        sample.
     arguments
         Keyword arguments for it.
 
@@ -179,8 +180,10 @@ def make(name: str, arguments: Mapping[str, Any] | None = None) -> Made:
         It cannot be found, fails, or returns something else.
     """
     function = load(name)
+    if isinstance(function, nn.Module) and arguments:
+        raise ValueError(f"{name} is a module, not a function that makes one: leave --arg out")
     try:
-        made = function(**(arguments or {}))
+        made = function if isinstance(function, nn.Module) else function(**(arguments or {}))
     except (Exception, SystemExit) as error:
         raise ValueError(f"calling {name} failed: {type(error).__name__}: {error}") from error
     sample = None
