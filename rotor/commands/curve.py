@@ -107,6 +107,9 @@ def _run(arguments: argparse.Namespace) -> int:
         with batches.unchanged(subject.model, subject.device):
             steps = running.limited_steps(subject, model)
             found = measured_curve(steps, most, arguments.points, on_step, limit)
+    is_short, room = limit is not None and limit < found.minimum_bytes, arguments.room
+    if room is not None and room.latest.step_bytes <= 0:
+        limit = None
     facts = CurveFacts(limit_bytes=limit, is_measured=not is_planned, is_away=is_away)
     if is_planned and limit is not None:
         facts.note_plan(model, arguments.effort)
@@ -138,8 +141,10 @@ def _run(arguments: argparse.Namespace) -> int:
         "free_bytes": free,
     }
     text = curve_text(found, arguments.points, facts)
+    if is_short and room is not None:
+        text += f"\n{room.why(found.minimum_bytes).removeprefix('. ')}."
     give(arguments, data, subject.heading() + text)
-    return 2 if limit is not None and limit < found.minimum_bytes else 0
+    return 2 if is_short else 0
 
 
 def _plain_point(curve: Curve, facts: CurveFacts) -> Point:

@@ -35,6 +35,7 @@ from rotor.commands import (
     simulate,
     write_stderr,
 )
+from rotor.errors import InfeasibleError
 
 __all__ = ["main"]
 
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _FAILED
         except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
+            if arguments.room is not None and isinstance(error, InfeasibleError):
+                arguments.room.explain(error)
             _report(arguments, f"error: {_line(error)}")
             return _USAGE
         except Exception as error:
@@ -188,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--version", action="version", version=f"rotor {rotor.__version__}")
-    parser.set_defaults(quiet=False, debug=False)
+    parser.set_defaults(quiet=False, debug=False, room=None)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command_name")
     for module in _MODULES:
         module.add(commands)

@@ -32,7 +32,7 @@ def add_model(sub: argparse.ArgumentParser) -> None:
         metavar="FACTORY",
         help="function that makes the model: package.module:callable, path/file.py:callable, or a "
         "name of rotor.models, such as resnet18; the callable returns a module, or a module and a "
-        "sample of its input",
+        "sample of its input, or is a module itself",
     )
     group = sub.add_argument_group("model")
     for name, metavar, text in _REPEATED:
@@ -137,7 +137,8 @@ _SMALL_BYTES = 1 << 20
 def within_total(arguments: argparse.Namespace, subject: Subject, limit: int | None) -> int | None:
     """Return the limit of a step that follows from ``--total``, or the given one if it is less.
 
-    Raises ValueError for another machine, where parts of the total are not known.
+    The room that the former is taken from is then that of the command line. Raises ValueError for
+    another machine, where parts of the total are not known.
     """
     total = total_of(arguments)
     if total is None:
@@ -149,12 +150,17 @@ def within_total(arguments: argparse.Namespace, subject: Subject, limit: int | N
     room = Room(subject.model, total)
     found = room.take(subject.device)
     tell(arguments, str(room.latest))
-    return found if limit is None else min(limit, found)
+    if limit is not None and limit <= found:
+        return limit
+    arguments.room = room
+    return found
 
 
 def total_of(arguments: argparse.Namespace) -> int | str | None:
     """Return the total of a command line, in bytes or "card"; ``None`` without one."""
     text: str | None = arguments.total
+    if text is not None and "%" in text:
+        raise ValueError(f"--total {text}: expected bytes or card, as --limit alone takes a %")
     return text if text in (None, "card") else parse_bytes(text, name="--total")
 
 

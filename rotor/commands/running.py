@@ -10,6 +10,7 @@ from rotor.commands.model import Subject
 from rotor.common.accounting import assumed_loss_bytes
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import output_tensors
+from rotor.errors import InfeasibleError
 from rotor.fit import batches
 from rotor.fit.steps import LimitedSteps, plain_figures, plain_resident_bytes
 from rotor.meter import allocator
@@ -43,7 +44,7 @@ def measured_step(
 ) -> tuple[Checkpointable, int, float]:
     """Run steps of a model without a single plan; return what ran, and a step's bytes and time.
 
-    Raises ValueError, with the remark or the least bytes, if a step does not fit in the limit.
+    Raises InfeasibleError, with the remark or the least bytes, if a step does not fit in the limit.
     """
     with batches.unchanged(subject.model, subject.device):
         steps = limited_steps(subject, model)
@@ -51,7 +52,8 @@ def measured_step(
         ran = steps.run(limit)
     if not ran.fits or ran.measured_bytes is None or ran.seconds is None:
         needs = f": try {exact_bytes(ran.least_bytes)}" if ran.least_bytes else ""
-        raise ValueError(f"a step does not fit in {exact_bytes(limit)}{remark or needs}")
+        text = f"a step does not fit in {exact_bytes(limit)}{remark or needs}"
+        raise InfeasibleError(text, ran.least_bytes or 0)
     return steps.runner, ran.measured_bytes, ran.seconds
 
 

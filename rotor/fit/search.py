@@ -40,10 +40,10 @@ from rotor.fit.steps import (
     wrapped,
 )
 from rotor.meter import allocator
-from rotor.meter.room import step_limit, step_limit_there
+from rotor.meter.room import Room, checked_total, step_limit, step_limit_there
 from rotor.tier.offload import trial_tier
 from rotor.timing import single_runs
-from rotor.units import exact_bytes, format_bytes
+from rotor.units import exact_bytes, format_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 
 logger = logging.getLogger("rotor")
@@ -185,7 +185,14 @@ def largest_batch(
         most = max_batch // multiple_of
         given = (model, batches, device, limit, loss_fn, engine, multiple_of, most, options)
         update(0)
-        return search(*given, timed=timed, update=update).run(points)
+        try:
+            return search(*given, timed=timed, update=update).run(points)
+        except InfeasibleError as error:
+            if total_limit is not None and (mem_limit is None or parse_bytes(mem_limit) > limit):
+                room = Room(model, checked_total(total_limit))
+                room.take(device)
+                room.explain(error)
+            raise
 
 
 class _Line:
@@ -491,8 +498,7 @@ class _Search:
                 needs = f"about {exact_bytes(least)} would do"
             raise InfeasibleError(
                 f"a batch of {self.unit} does not fit in {exact_bytes(self.limit)}: "
-                f"{needs}. Raise mem_limit, or make the model or its input "
-                "smaller",
+                f"{needs}. Give a step as much, or make the model or its input smaller",
                 least,
             )
         plain = self._plain(size)

@@ -13,8 +13,9 @@ from rotor import _core
 from rotor._pytorch import devices, optimizers
 from rotor.common.accounting import FREE_PERCENT, ROOM_GROWTH, SLACK_BYTES, SLACK_SHARE
 from rotor.common.ranks import sharers
+from rotor.errors import InfeasibleError
 from rotor.meter import allocator
-from rotor.units import format_bytes, parse_bytes
+from rotor.units import exact_bytes, format_bytes, parse_bytes
 
 _MAPPED_BYTES = 1 << 20
 _SLACK_ROUNDS = 40
@@ -49,8 +50,10 @@ class Sum:
         return {name: size for name, _, size in self.parts}
 
     def __str__(self) -> str:
-        shown = [f"{format_bytes(size)} {words}" for _, words, size in self.parts if size]
-        return f"{format_bytes(self.total_bytes)} = {' + '.join(shown)}"
+        shown = [f"{format_bytes(size)} {words}" for _, words, size in self.parts if size > 0]
+        lacking = min(self.step_bytes, 0)
+        less = f" - {format_bytes(-lacking)} that are lacking" if lacking else ""
+        return f"{format_bytes(self.total_bytes)} = {' + '.join(shown)}{less}"
 
 
 class Room:
@@ -114,6 +117,19 @@ class Room:
             ),
         )
         return max(self.latest.step_bytes, 1)
+
+    def explain(self, error: InfeasibleError) -> None:
+        """Add the sum to the error of a step that does not fit, if it names a least limit."""
+        if error.minimum_bytes:
+            text = f"{error.args[0]}{self.why(error.minimum_bytes)}"
+            error.args = (text, *error.args[1:])
+
+    def why(self, step_bytes: int) -> str:
+        """Return what the error of a step that needs some bytes says of the sum."""
+        assert self.latest is not None
+        is_left = self.latest.step_bytes > 0
+        why = ". The limit follows from " if is_left else ". Nothing is left for a step: "
+        return f"{why}{self.latest}: in all, {exact_bytes(self.total_for(step_bytes))} would do"
 
     def total_for(self, step_bytes: int) -> int:
         """Return the total that leaves some bytes for a step, in whole MiB above the bytes.

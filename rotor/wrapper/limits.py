@@ -118,10 +118,7 @@ class Limits:
                 )
         if found is not None:
             assert room is not None
-            total = exact_bytes(room.total_for(least))
-            is_left = found.step_bytes > 0
-            why = ". The limit follows from " if is_left else ". Nothing is left for a step: "
-            text = f"{text}{why}{found}: in all, {total} would do"
+            text += room.why(least)
         error.minimum_bytes = least
         error.args = (text, least, error.lower_bound_bytes, error.peak)
 

@@ -127,6 +127,31 @@ def test_limits_in_percent_are_of_free_memory(folder, capsys, monkeypatch):
     code, _, err = run(capsys, "plan", "seq.py:blocks", "--limit", "120%")
     assert code == 2
     assert "at most 100% of 80000000" in err
+    for command in ("curve", "plan", "fit"):
+        for given, words in (("50%", "limit alone takes a %"), ("0.5", "not a whole number")):
+            code, _, err = run(capsys, command, "seq.py:blocks", "--total", given)
+            assert (code, words in err) == (2, True), err
+
+
+@pytest.mark.parametrize("command", ["curve", "plan", "fit"])
+def test_a_total_that_leaves_nothing_is_named_with_one_that_would_do(folder, capsys, command):
+    given = (command, "seq.py:blocks", "--total", "1MiB", "--effort", "fast")
+    code, out, err = run(capsys, *given, *(["--no-plain"] if command == "curve" else []))
+    found = re.search(r"Nothing is left for a step: 1 MiB = (.*): in all, \S+ MiB", out + err)
+    assert (code, found is not None) == (2, True), out + err
+    assert re.search(r"still to come - \S+ MiB that are lacking$", found[1])
+    assert "nothing fits" not in out
+    assert "mem_limit" not in err
+
+
+def test_a_module_may_stand_for_its_factory(folder, capsys):
+    with Path("seq.py").open("a", encoding="utf-8") as file:
+        file.write("\n\nmade = blocks()[0]\n")
+    data = data_of(capsys, "curve", "seq.py:made", "--input", "256,32", "--no-plain")
+    known = data_of(capsys, "curve", "seq.py:blocks", "--no-plain")
+    assert data["minimum_bytes"] == known["minimum_bytes"]
+    code, _, err = run(capsys, "curve", "seq.py:made", "--input", "256,32", "--arg", "width=3")
+    assert (code, "seq.py:made is a module" in err) == (2, True)
 
 
 def test_times_of_a_curve_are_to_the_scale_of_the_plain_row():

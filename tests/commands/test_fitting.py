@@ -191,6 +191,8 @@ def test_hooks_on_parameters_train_nothing():
 
 
 def test_the_smallest_that_does_not_fit_says_what_would():
+    with pytest.raises(rotor.InfeasibleError, match="Nothing is left for a step: 1 MiB = "):
+        largest_batch(mlp(), torch.randn(4, 32), total_limit="1MiB", multiple_of=4)
     with pytest.raises(rotor.InfeasibleError, match="a batch of 4 does not fit in 20 KiB") as error:
         largest_batch(mlp(), torch.randn(4, 32), "20 KiB", multiple_of=4)
     least = error.value.minimum_bytes
