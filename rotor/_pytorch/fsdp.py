@@ -17,6 +17,7 @@ from torch import nn
 from rotor._pytorch import core
 
 _REQUIRED = """
+    distributed._composable.contract
     distributed._composable_state._module_state_mapping
     distributed.fsdp.FSDPModule._get_fsdp_state distributed.fsdp.FSDPModule.reshard
     distributed.fsdp.FSDPModule.unshard
@@ -46,6 +47,13 @@ def is_unit(module: Any) -> bool:
     known = _module_class()
     # By its type: a wrapper shows the class of the module in it.
     return known is not None and issubclass(type(module), known)
+
+
+def states_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attribute in which ``fully_shard.state(module)`` is found; empty without one."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    key = "" if contract is None else contract.STATE_KEY
+    return {key: module.__dict__[key]} if key in module.__dict__ else {}
 
 
 def managed(modules: Iterable[nn.Module]) -> list[bool]:

@@ -124,6 +124,7 @@ class TransparentModule(nn.Module):
         own.pop("training", None)
         for name in _SHARED:
             own[name] = module.__dict__[name]
+        own.update(fsdp.states_of(module))
 
     @property
     def __class__(self) -> Any:
