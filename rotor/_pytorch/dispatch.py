@@ -573,6 +573,16 @@ def _group_of(value: Any) -> Any:
     return value if is_real and module.get_backend(value) != "fake" else None
 
 
+def every_rank() -> range:
+    """Return the numbers of all processes that train together; none without a group of them."""
+    return range(torch.distributed.get_world_size() if core.has_ranks() else 0)
+
+
+def known_groups() -> list[Any]:
+    """Return the process groups of this process, in the order in which they were made."""
+    return list(_registry()._world.pg_names)
+
+
 def groups_among(values: Iterable[Any]) -> list[Any]:
     """Return the process groups that arguments of collectives are or name."""
     found = map(_group_of, values if core.has_ranks() else ())

@@ -173,11 +173,6 @@ class Unit:
         return int(getattr(self._mesh_info, "shard_mesh_size", 1))
 
     @property
-    def mesh(self) -> Any:
-        """Device mesh of its collectives; ``None`` without parameters."""
-        return getattr(self._mesh_info, "mesh", None)
-
-    @property
     def reduces(self) -> bool:
         """True if a backward reduces gradients, or leaves them whole (gradient accumulation)."""
         return all(group.reduce_grads for group in self._groups)
@@ -375,8 +370,3 @@ def pretended_mesh(sizes: Mapping[str, int]) -> Any:
     count = math.prod(sizes.values())
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     return device_mesh.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def flat_group(mesh: Any) -> Any:
-    """Return the process group of all ranks of a mesh of several dimensions."""
-    return mesh._flatten().get_group()

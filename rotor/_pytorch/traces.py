@@ -127,13 +127,13 @@ class _Kept:
 
 
 class Collectives(_python_dispatch.TorchDispatchMode):
-    """Context in which the process groups of collective operations are noted."""
+    """Context in which a function gets the process groups of each collective before it runs."""
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[list[Any]], object]) -> None:
         super().__init__()
-        self.groups: list[Any] = []
+        self._check = check
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -148,7 +148,7 @@ class Collectives(_python_dispatch.TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if dispatch.is_collective(operator):
-            self.groups += dispatch.groups_among([*args, *kwargs.values()])
+            self._check(dispatch.groups_among([*args, *kwargs.values()]))
         return operator(*args, **kwargs)
 
     core.hide_from_dynamo(__torch_dispatch__)
@@ -158,11 +158,14 @@ class Writes(Collectives):
     """Context in which the bytes of tensors from before are kept when they are first written to.
 
     Only tensors that are written to are copied. Operators are seen below autograd, whoever calls
-    them. `watched` are ids of tensors, and `read` those of them that operators were given.
+    them. `watched` are ids of tensors, and `read` those of them that operators were given. `check`
+    is that of `Collectives`; by default nothing is checked.
     """
 
-    def __init__(self, watched: Collection[int] = ()) -> None:
-        super().__init__()
+    def __init__(
+        self, watched: Collection[int] = (), check: Callable[[list[Any]], object] = bool
+    ) -> None:
+        super().__init__(check)
         self._watched = watched
         self.read: set[int] = set()
         self._made: set[int] = set()

@@ -14,8 +14,10 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -55,13 +57,22 @@ def _host_group(group: Any) -> Any:
     return _hosts[id(group)]
 
 
+def _group_of(members: frozenset[int]) -> Any:
+    """Return the known group of these processes, or one that all of them make here."""
+    for group in (distributed.group.WORLD, *dispatch.known_groups()):
+        if members == set(distributed.get_process_group_ranks(group)):
+            return group
+    return distributed.new_group(sorted(members), backend="gloo", use_local_synchronization=True)
+
+
 class Ranks:
     """Processes of a group, the default one if ``None``, that decide together.
 
     Every method is a collective operation: each rank of the group has to call it, in the same order
     as the others. They work on the host, with gloo, under any backend of the group. `rank` is the
-    number of this process in the group, `size` the number of processes. Raises RuntimeError if no
-    process group was initialised, or this process does not belong to the group.
+    number of this process in the group, `size` the number of processes, `members` are theirs among
+    all. Raises RuntimeError if no process group was initialised, or this process does not belong to
+    the group.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -75,8 +86,14 @@ class Ranks:
         self.size = distributed.get_world_size(group)
         if self.rank < 0:
             raise RuntimeError("this process does not belong to the process group")
+        self.members = frozenset(distributed.get_process_group_ranks(group))
         self._group = _host_group(group)
         self._first = distributed.get_global_rank(self._group, 0)
+
+    @classmethod
+    def of(cls, members: frozenset[int]) -> Ranks:
+        """Return these processes, all of which have to call it."""
+        return cls(_group_of(members))
 
     def exchange(self, value: T) -> list[T]:
         """Return the values of all ranks, pickled, in the order of ranks."""
@@ -134,6 +151,7 @@ class Ranks:
         """Return what a function returns on each rank, in their order.
 
         A rank where it raises an exception raises that one; the others raise a RankError with it.
+        The function may ask `all_are_at`, on some of them only.
         """
         value, problem = None, None
         try:
@@ -141,7 +159,9 @@ class Ranks:
         except Exception as error:
             problem = error
         text = None if problem is None else f"{type(problem).__name__}: {problem}"
-        found = self.exchange((value, text))
+        found: list[Any] = [""]
+        while any(isinstance(other, str) for other in found):  # A rank asks where all are.
+            found = self.exchange((value, text))
         try:
             if problem is not None:
                 raise problem
@@ -150,7 +170,11 @@ class Ranks:
         for rank, (_, message) in enumerate(found):
             if message is not None:
                 raise RankError(f"rank {rank} of {self.size} cannot go on: {message}")
-        return [value for value, _ in found]  # type: ignore[misc]
+        return [value for value, _ in found]
+
+    def all_are_at(self, place: str) -> bool:
+        """Return whether all ranks have come to a place in the function of `together`."""
+        return all(other == place for other in self.exchange(place))
 
     def joint_limit(self, limit_bytes: int, reserve_bytes: int) -> tuple[int, int]:
         """Return the least limit and the largest reserve of any rank, valid for all."""
@@ -170,17 +194,59 @@ class Ranks:
         )
 
 
-def group_of_all(groups: Sequence[Any]) -> Any:
-    """Return the smallest known group that has the ranks of all these groups.
+@contextmanager
+def entered(ranks: Ranks | None, context: AbstractContextManager[T]) -> Iterator[T]:
+    """Enter a context on all ranks or on none."""
+    with ExitStack() as stack:
+        found: list[T] = []
+        each(ranks, lambda: found.append(stack.enter_context(context)))
+        yield found[0]
 
-    Raises RuntimeError if there is none.
+
+def each(ranks: Ranks | None, own: Callable[[], T]) -> list[T]:
+    """Return what a function returns on each rank, in their order; on this one if it is alone."""
+    return [own()] if ranks is None else ranks.together(own)
+
+
+class NeedsPeers(Exception):
+    """Discovery of operations of several processes in a step, which have to plan it together.
+
+    Parameters
+    ----------
+    members
+        All these processes.
     """
-    ranks_of = distributed.get_process_group_ranks
-    members = {rank for group in groups for rank in ranks_of(group)}
-    for group in (*groups, distributed.group.WORLD):
-        if members.issubset(ranks_of(group)):
-            return group
-    raise RuntimeError("no process group has all ranks of the groups of a step's collectives")
+
+    def __init__(self, members: Iterable[int]) -> None:
+        super().__init__("the step has collective operations")
+        self.members = frozenset(members)
+
+    @classmethod
+    def check(cls, groups: Iterable[Any], known: Iterable[int] = ()) -> None:
+        """Raise at the first group with processes other than the known ones."""
+        for group in groups:
+            members = distributed.get_process_group_ranks(group)
+            if not set(members) <= set(known):
+                raise cls([*known, *members])
+
+
+def members_of(meshes: Iterable[Any]) -> frozenset[int]:
+    """Return this process and those along the dimensions that these device meshes have.
+
+    All of them find the same. Of meshes that were made apart one may have them all; otherwise it is
+    all processes.
+    """
+    spans = []
+    in_order = sorted(meshes, key=lambda mesh: id(core.whole_mesh(mesh)))
+    for whole, parts in groupby(in_order, core.whole_mesh):
+        own = whole.get_coordinate()
+        others = torch.cat([part.mesh.flatten() for part in parts])
+        places = torch.isin(whole.mesh, others).nonzero()
+        is_used = (places != torch.tensor(own)).any(0).tolist()
+        index = [slice(None) if used else k for used, k in zip(is_used, own, strict=True)]
+        spans.append(frozenset(whole.mesh[tuple(index)].flatten().tolist()))
+    most = max(spans, key=len)
+    return most if all(map(most.issuperset, spans)) else frozenset(dispatch.every_rank())
 
 
 def run_and_wait(function: Any, *args: Any, **kwargs: Any) -> Any:

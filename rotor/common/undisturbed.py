@@ -27,6 +27,7 @@ from rotor._pytorch.draws import generators, state_of
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.places import MISSING
+from rotor.common.ranks import NeedsPeers
 from rotor.common.streams import silence
 
 _MOST_OBJECTS = 100_000
@@ -239,10 +240,11 @@ class Trial:
     """State before a trial of the model, or of modules and functions by name.
 
     `arguments` are those of the runs, of which the attribute holds copies. With `is_guarded` the
-    bytes of tensors are kept when they are written to; else those of attributes are copied at once,
-    and the caller keeps the others. With `is_sharded`, parameters and gradients are left to FSDP2.
-    Raises Untriable if arguments cannot be copied, or a running generator or a stream cannot be set
-    back.
+    bytes of tensors are kept when they are written to, and a collective raises NeedsPeers before it
+    runs if it is not one of `peers`, ranks that are all in such a trial; else the bytes of
+    attributes are copied at once, and the caller keeps the others. With `is_sharded`, parameters
+    and gradients are left to FSDP2. Raises Untriable if arguments cannot be copied, or a running
+    generator or a stream cannot be set back.
     """
 
     def __init__(
@@ -253,6 +255,7 @@ class Trial:
         *,
         is_guarded: bool = True,
         is_sharded: bool = False,
+        peers: Iterable[int] = (),
     ) -> None:
         roots = [("the model", roots)] if isinstance(roots, nn.Module) else list(roots)
 
@@ -301,7 +304,7 @@ class Trial:
         self._surroundings = _Surroundings()
         self._parametrizations = traces.OwnParametrizations()
         self._parametrizations.__enter__()
-        self._writes = traces.Writes()
+        self._writes = traces.Writes(check=partial(NeedsPeers.check, known=peers))
         self._written: set[int] = set()
 
     @contextmanager
@@ -326,10 +329,6 @@ class Trial:
     def is_innermost(self) -> bool:
         """Return whether no other mode of PyTorch was entered since."""
         return self._writes.is_innermost()
-
-    def groups(self) -> list[Any]:
-        """Return the process groups whose ranks took part in what ran while it was guarded."""
-        return self._writes.groups
 
     def changes_state(self) -> bool:
         """Return whether state of the modules outside parameters and buffers is another now."""
@@ -403,9 +402,12 @@ def trial(
     *,
     is_guarded: bool = True,
     is_sharded: bool = False,
+    peers: Iterable[int] = (),
 ) -> Iterator[Trial]:
     """Run what is in the context without a trace; for the parameters and errors see `Trial`."""
-    made = Trial(roots, arguments, device, is_guarded=is_guarded, is_sharded=is_sharded)
+    made = Trial(
+        roots, arguments, device, is_guarded=is_guarded, is_sharded=is_sharded, peers=peers
+    )
     try:
         with made.guarded() if is_guarded else made.silent():
             yield made

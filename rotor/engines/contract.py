@@ -24,7 +24,6 @@ from rotor.algorithms.persistent import DEFAULT_SLOTS
 from rotor.common.calls import Reads, Structures, sample_call
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
-from rotor.common.ranks import group_of_all
 from rotor.common.tensor_trees import device_of, tree_tensors
 from rotor.engines.peers import Alone, Peers
 from rotor.errors import InfeasibleError, MemoryLimitWarning
@@ -56,26 +55,6 @@ class CannotPlan(Exception):
         """First line of the error, for a table of the engines that were compared."""
         line = (str(self.error).strip().splitlines() or [type(self.error).__name__])[0]
         return f"not captured: {line.removeprefix('not captured: ')}"
-
-
-class NeedsPeers(Exception):
-    """Discovery of operations of several processes in a step, which have to plan it together.
-
-    Parameters
-    ----------
-    group
-        Process group of all these operations.
-    """
-
-    def __init__(self, group: Any) -> None:
-        super().__init__("the step has collective operations")
-        self.group = group
-
-    @classmethod
-    def check(cls, groups: Sequence[Any]) -> None:
-        """Raise if there are groups whose processes run a step together."""
-        if groups:
-            raise cls(group_of_all(groups))
 
 
 class Unsuited(Exception):

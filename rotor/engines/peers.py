@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,10 @@ class Peers(Protocol):
     @property
     def ranks(self) -> Ranks | None:
         """Processes that decide together; ``None`` for a single one."""
+
+    @property
+    def members(self) -> Collection[int]:
+        """Numbers of these processes among all; empty for a single one."""
 
     @property
     def has_collectives(self) -> bool:
@@ -38,11 +42,15 @@ class Peers(Protocol):
     def all_well(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them cannot measure."""
 
+    def all_are_at(self, place: str) -> bool:
+        """Return whether all ranks have come to a place, within `Ranks.together`."""
+
 
 class Alone:
     """Process that plans for itself."""
 
     ranks: Ranks | None = None
+    members: Collection[int] = ()
     has_collectives = False
 
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
@@ -62,6 +70,14 @@ class Alone:
         if problem is not None and not isinstance(problem, allocator.MeterBusyError):
             raise problem
 
+    def all_are_at(self, place: str) -> bool:
+        """Return True."""
+        del place
+        return True
+
+
+ALONE = Alone()
+
 
 class SharingRanks:
     """Ranks of a group that run each step together; every method is a collective operation.
@@ -71,6 +87,7 @@ class SharingRanks:
 
     def __init__(self, ranks: Ranks, *, has_collectives: bool = False) -> None:
         self.ranks: Ranks = ranks
+        self.members: Collection[int] = ranks.members
         self.has_collectives = has_collectives
         self._digests: dict[Any, tuple[int, int]] = {}
 
@@ -112,6 +129,10 @@ class SharingRanks:
     def all_well(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them has a problem."""
         self.ranks.all_well(problem)
+
+    def all_are_at(self, place: str) -> bool:
+        """Return whether all ranks have come to a place, within `Ranks.together`."""
+        return self.ranks.all_are_at(place)
 
 
 def key_digest(value: Any) -> int:

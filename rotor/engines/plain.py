@@ -74,8 +74,9 @@ class PlainEngine(Engine):
     def measure(self, key: Key, call: Call) -> None:
         """Raise the error of a forward, where one can be tried; the forward leaves no trace."""
         module, given = self.context.module, call.arguments
+        peers = self.context.peers.members
         try:
-            with torch.no_grad(), trial(module, given, self.device_of(key)) as made:
+            with torch.no_grad(), trial(module, given, self.device_of(key), peers=peers) as made:
                 args, kwargs = made.arguments
                 module.forward(*args, **kwargs)
         except Untriable:

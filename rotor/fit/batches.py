@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch import core
+from rotor._pytorch import core, dispatch
 from rotor.common.calls import sample_call
 from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import copied_arguments, gradients_aside, trial, values_kept
@@ -133,7 +133,8 @@ def _written(
 ) -> list[nn.Parameter]:
     """Return the parameters that a forward writes to."""
     before = [(parameter, parameter._version) for parameter in model.parameters()]
-    with trial(model, call, device) as made, torch.no_grad():
+    # All processes measure the plain model.
+    with trial(model, call, device, peers=dispatch.every_rank()) as made, torch.no_grad():
         args, kwargs = made.arguments
         model(*args, **kwargs)
         return [parameter for parameter, version in before if parameter._version != version]

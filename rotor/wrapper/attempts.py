@@ -20,7 +20,7 @@ from rotor._pytorch import core, dispatch
 from rotor.common.frames import is_raised_by_caller, reported
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
-from rotor.common.ranks import RankError, Ranks
+from rotor.common.ranks import NeedsPeers, RankError, Ranks
 from rotor.common.tensor_trees import output_tensors
 from rotor.common.undisturbed import Untriable, trial
 from rotor.engines.contract import (
@@ -28,7 +28,6 @@ from rotor.engines.contract import (
     Context,
     Engine,
     Key,
-    NeedsPeers,
     NothingToPlan,
     Refusal,
     Unsuited,
@@ -178,7 +177,7 @@ class Attempts:
             except Unsuited as reason:
                 driver.drop_first(str(reason))
             except NeedsPeers as needed:
-                driver.share_plans(Ranks(needed.group), has_collectives=True)
+                driver.share_plans(Ranks.of(needed.members), has_collectives=True)
             except Exception as error:
                 raised = self._error_of(driver, call, error, measures=measures)
                 if raised is error:
@@ -352,7 +351,7 @@ def _error_of_forward(context: Context, call: Call) -> Exception | None:
                 args, kwargs = run.arguments
                 context.module.forward(*args, **kwargs)
             return None
-        except (Untriable, torch.OutOfMemoryError):
+        except (Untriable, NeedsPeers, torch.OutOfMemoryError):
             return None
         except Exception as error:
             traceback.clear_frames(error.__traceback__)

@@ -11,8 +11,8 @@ import torch
 from torch import distributed, nn
 
 from rotor import algorithms
-from rotor._pytorch import core, fsdp, inductor
-from rotor.common.ranks import RankError, Ranks, group_of_all
+from rotor._pytorch import fsdp, inductor
+from rotor.common.ranks import RankError, Ranks, members_of
 from rotor.engines.contract import Engine, Settings
 from rotor.engines.peers import Peers, SharingRanks
 from rotor.graph.planner import OPTIONS as GRAPH_OPTIONS
@@ -185,13 +185,10 @@ def peers_of(settings: Settings, known: Peers) -> Peers:
     if known.ranks or tensors is None or fsdp.managed(modules) or _refusal_to_share(settings):
         return known
     parts = [p for p in settings.module.parameters() if isinstance(p, tensors.DTensor)]
-    meshes = {core.whole_mesh(part.device_mesh) for part in parts}
+    meshes = {part.device_mesh for part in parts}
     real = [mesh for mesh in meshes if distributed.get_backend(mesh.get_group(0)) != "fake"]
-    groups = [mesh.get_group() if mesh.ndim == 1 else fsdp.flat_group(mesh) for mesh in real]
-    group = group_of_all(groups) if groups else None
-    if group is None or group.size() < 2:
-        return known
-    return SharingRanks(Ranks(group), has_collectives=True)
+    members = members_of(real) if real else frozenset[int]()
+    return SharingRanks(Ranks.of(members), has_collectives=True) if len(members) > 1 else known
 
 
 def _check_shared(settings: Settings) -> None:

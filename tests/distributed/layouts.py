@@ -225,6 +225,15 @@ class Broken(nn.Module):
         return self.block(x)
 
 
+class BrokenByOne(Net):
+    """Its code breaks a captured graph on one of the processes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 0:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 def whole_mesh(name: str = "tp") -> DeviceMesh:
     """All processes in one dimension."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
@@ -269,6 +278,14 @@ def split_sequence(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def sequence_net() -> nn.Module:
     return split_sequence(Net(blocks(0.1)), whole_mesh())
+
+
+def split_and_summed() -> nn.Module:
+    """Products are split over one dimension of a mesh, and results are summed over the other."""
+    mesh = data_and_tensors()
+    model = split(Net(blocks()), mesh["tp"])
+    model.head = SummingAmong(mesh["dp"].get_group(), gradients=False)
+    return model
 
 
 def split_net(mesh: DeviceMesh) -> nn.Module:
@@ -472,6 +489,8 @@ LAYOUTS = {
     "tp_chain": Layout(lambda: split(nn.Sequential(*blocks(0.1)), whole_mesh()), "chain"),
     "tp_dynamic": Layout(lambda: split(Net(blocks()), whole_mesh()), "dynamic"),
     "tp_broken": Layout(lambda: split(Net(broken(blocks())), whole_mesh())),
+    "tp_broken_by_one": Layout(lambda: split(BrokenByOne(blocks()), whole_mesh())),
+    "tp_summed": Layout(split_and_summed, same_batch=False, processes=4),
     "sp": Layout(sequence_net),
     "sp_sequential": Layout(lambda: nn.Sequential(*sequence_net().blocks), "chain"),
     "sp_inductor": Layout(lambda: split_sequence(Net(blocks()), whole_mesh()), backend="inductor"),
@@ -489,6 +508,7 @@ LAYOUTS = {
         lambda: Net(Routing(dist.group.WORLD) for _ in range(BLOCKS)), same_batch=False
     ),
     "summed": Layout(lambda: Net(summing())),
+    "summed_broken_by_one": Layout(lambda: BrokenByOne(summing())),
     "summed_sequential": Layout(lambda: nn.Sequential(*summing())),
     "summed_dynamic": Layout(lambda: Net(summing()), "dynamic"),
     "summed_by_some": Layout(partial(summing_among, gradients=False), processes=3, members=2),

@@ -34,6 +34,20 @@ def test_the_least_limit_of_all_holds(layout, tmp_path):
     assert outcomes(tmp_path, layout, "limits") == [("2300000", "")] * 2
 
 
+def test_a_model_that_one_rank_cannot_try(tmp_path):
+    other, failing = outcomes(tmp_path, "tp_chain", "generator")
+    assert failing[0] == "Untriable"
+    assert "is a running generator" in failing[1]
+    assert other[0] == "RankError"
+    assert "rank 1 of 2 cannot go on: Untriable" in other[1]
+
+
+def test_code_of_one_rank_that_breaks_the_graph(tmp_path):
+    found = outcomes(tmp_path, "tp_broken_by_one", "graph")
+    assert [kind for kind, _ in found] == ["RankError"] * 2
+    assert all("rank 0 of 2 cannot go on" in text and "graph_break()" in text for _, text in found)
+
+
 @pytest.mark.slow
 def test_graphs_that_depend_on_the_rank(tmp_path):
     found = outcomes(tmp_path, "own_rows", "graph")

@@ -1,4 +1,4 @@
-"""Stages of a pipeline with limits, on two gloo processes, and backwards that come in halves."""
+"""Stages of a pipeline with limits, on gloo processes, and backwards that come in halves."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_models import differences
+from layouts import BATCH, blocks, sharded, split
 from torch import nn
 from two_processes import PROCESSES, run_processes, work
 
@@ -20,6 +22,8 @@ import rotor
 WIDTH = 32
 PARTS = 4
 ROWS = 128
+SPREAD = 4
+"""Processes of two stages on two processes each."""
 
 
 def stage_module(number: int) -> nn.Sequential:
@@ -92,11 +96,49 @@ def scenario(engine: str, schedule: str) -> Callable[[int], list[str]]:
     return lambda rank: compare(rank, engine, schedule)
 
 
+def spread(inner: str) -> list[str]:
+    """Compare stages on one dimension of a mesh; the other is that of the pipeline."""
+    from torch.distributed import pipelining
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "within"))
+    place, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    x, y = torch.randn(2, PARTS * BATCH[0], *BATCH[1:], generator=torch.manual_seed(2)).unbind()
+    models = []
+    for is_limited in (False, True):
+        torch.manual_seed(place)
+        model: Any = nn.Sequential(*blocks()[:4])
+        if inner == "tp":
+            split(model, mesh["within"])
+        else:
+            sharded(model, list(model), mesh=mesh["within"], reshard_after_forward=False)
+        models.append(model)
+        if is_limited:
+            model = rotor.Checkpointable(model, mem_limit="2.2 MB")
+        stage = pipelining.PipelineStage(model, place, 2, torch.device("cpu"), group=group)
+        schedule = pipelining.Schedule1F1B(stage, PARTS, loss_fn=loss_of)
+        for _ in range(2):
+            model.zero_grad()
+            schedule.step(*([] if place else [x]), **({"target": y} if place else {}))
+    print(inner, model.report(), flush=True)
+    return differences(*models)
+
+
 SCENARIOS = {
     f"{engine} {schedule}": scenario(engine, schedule)
     for engine in ("chain", "graph", "dynamic")
     for schedule in ("ScheduleGPipe", "Schedule1F1B")
 }
+
+
+SPREADS: dict[str, Callable[[int], list[str]]] = {
+    inner: lambda _, inner=inner: spread(inner) for inner in ("tp", "fsdp")
+}
+
+
+def test_stages_on_several_processes(tmp_path):
+    found = run_processes(__file__, tmp_path, names=["spread"], count=SPREAD)
+    assert found == [{inner: [] for inner in SPREADS}] * SPREAD
 
 
 @pytest.fixture(scope="module")
@@ -154,4 +196,5 @@ def test_several_microbatches_in_flight_are_not_metered():
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    work(int(sys.argv[1]), Path(sys.argv[2]), SCENARIOS)
+    scenarios = (SPREADS, SPREAD) if sys.argv[3:] else (SCENARIOS, PROCESSES)
+    work(int(sys.argv[1]), Path(sys.argv[2]), *scenarios)

@@ -23,13 +23,13 @@ LOST_SECONDS = 10
 Scenarios = dict[str, Callable[[int], list[str]]]
 
 
-def work(rank: int, folder: Path, scenarios: Scenarios) -> None:
+def work(rank: int, folder: Path, scenarios: Scenarios, count: int = PROCESSES) -> None:
     """What one of the processes does: every scenario, in order; what it found goes to a file."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=PROCESSES,
+        world_size=count,
         timeout=timedelta(seconds=SECONDS),
     )
     found = {name: scenario(rank) for name, scenario in scenarios.items()}

@@ -28,7 +28,7 @@ from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
 from rotor.common.modes import autocast_off
 from rotor.common.places import Place, Saved, tensors_in
-from rotor.common.ranks import Ranks
+from rotor.common.ranks import NeedsPeers, Ranks, entered
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
 from rotor.common.undisturbed import buffers_copied, gradients_aside, trial
 from rotor.engines.chain.alike import TimedStage, frozen_prefix, merge_stages, structure_of
@@ -37,7 +37,6 @@ from rotor.engines.chain.observe import Observation, copied_buffers, named, obse
 from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.stages import Stage, shared_parameters
-from rotor.engines.contract import NeedsPeers
 from rotor.meter import allocator
 from rotor.meter.step_meter import check_idle
 
@@ -228,9 +227,8 @@ class Measuring:
     def _look_for_peers(self, i: int, x: Any) -> None:
         """Raise NeedsPeers if a backward has collectives, before the number of rounds may vary."""
         if self._is_alone and core.is_distributed():
-            with Collectives() as seen:
+            with Collectives(NeedsPeers.check):
                 self._round(i, x)
-            NeedsPeers.check(seen.groups)
 
     def _choose_kernels(self, i: int, x: Any) -> None:
         """Let the thread of backwards, which runs the stage again, search for its kernels too."""
@@ -455,14 +453,16 @@ def measure(
     if loss_fn is not None:
         roots.append(("loss_fn", loss_fn))
     is_sharded = not measuring_class.sees_writes
-    with trial(roots, (arg, targets), device, is_guarded=False, is_sharded=is_sharded) as made:
+    peers = () if ranks is None else ranks.members
+    own_trial = trial(
+        roots, (arg, targets), device, is_guarded=False, is_sharded=is_sharded, peers=peers
+    )
+    with entered(ranks, own_trial) as made:
         arg, targets = made.arguments
         with nullcontext() if is_sharded else made.guarded():
             merged = frozen_prefix(merge_stages(stages, arg, made.undo_writes), arg)
         made.check_hidden()
         made.put_back()
-        if ranks is None:
-            NeedsPeers.check(made.groups())
         merged, seen = observe(
             merged, arg, device, measuring_class.around, sees_writes=not is_sharded, ranks=ranks
         )

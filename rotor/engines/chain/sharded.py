@@ -18,7 +18,7 @@ from torch.autograd.function import Function
 
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.sequence import FE
-from rotor.common.ranks import Ranks
+from rotor.common.ranks import Ranks, members_of
 from rotor.common.tensor_trees import flagged
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.stages import Stage
@@ -134,7 +134,9 @@ class Sharding:
                     plain.setdefault(id(slot[0][slot[1]]), slot)
         self._plain = list(plain.values())
         self._mine = [p for p in self._shards if any(id(slots) in held for slots, _ in p.slots)]
-        self.ranks = Ranks(_group_of(units))
+        every = [*(p.shard for p in self._shards), *model.parameters()]
+        meshes = {p.device_mesh for p in every if hasattr(p, "device_mesh")}
+        self.ranks = Ranks.of(members_of(meshes)) if meshes else Ranks()
         """Processes that have to run the same plan."""
 
     def cast(self, args: Any) -> Any:
@@ -288,26 +290,6 @@ class Sharding:
 
     def _rounded(self, unit: fsdp.Unit, device: torch.device) -> int:
         return sum(allocator.rounded_bytes(p.gathered_bytes, device) for p in unit.parameters)
-
-
-def _group_of(units: Sequence[fsdp.Unit]) -> Any:
-    """Return the process group of all ranks that take part in the collectives of these units."""
-    meshes = [unit.mesh for unit in units if unit.mesh is not None]
-    if not meshes:
-        return None
-    # Where tensors are split too, the ranks of all dimensions run one plan.
-    meshes += [core.whole_mesh(mesh) for mesh in meshes]
-    members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
-    largest = max(members, key=len)
-    if any(not set(largest).issuperset(other) for other in members):
-        raise RuntimeError(
-            "the stages are sharded over different sets of ranks, none of which has them all: "
-            "such a model cannot be given one plan. Shard all of it over one mesh"
-        )
-    if len(largest) == torch.distributed.get_world_size():
-        return None
-    mesh = next(m for m in meshes if m.mesh.numel() == len(largest))
-    return mesh.get_group() if mesh.ndim == 1 else fsdp.flat_group(mesh)
 
 
 def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Sharding | None:

@@ -23,6 +23,7 @@ from rotor.common.calls import (
 )
 from rotor.common.checksums import checksum
 from rotor.common.modes import autocast_off
+from rotor.common.ranks import NeedsPeers
 from rotor.common.tensor_trees import device_of, output_tensors
 from rotor.common.undisturbed import (
     Trial,
@@ -34,6 +35,7 @@ from rotor.common.undisturbed import (
 from rotor.engines.contract import Call, Context, Key
 from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.engines.peers import ALONE, Peers
 
 logger = logging.getLogger("rotor")
 
@@ -104,7 +106,9 @@ def gives_plain_outputs(context: Context, found: Unplanned, call: Call) -> bool:
     """Return whether a captured call gives the outputs of plain execution, bit for bit."""
     module, device = context.module, context.device_of(call)
     given = (*call.arguments, call.targets)
-    with torch.no_grad(), trial(module, given, device) as run:
+    with torch.no_grad(), trial(module, given, device, peers=context.peers.members) as run:
+        if not context.peers.all_are_at("comparing"):
+            return False
         with random_states_kept(device), autocast_off(device.type):  # The graph has the casts.
             made = _outputs(found.captured.lowered, found.primals)
         args, kwargs, targets = run.arguments
@@ -172,27 +176,31 @@ def check_arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
         )
 
 
-def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+def run_once(module: nn.Module, args: Any, kwargs: dict[str, Any], peers: Peers = ALONE) -> bool:
     """Have a model prepare itself as in its first forward; return whether one completed.
 
     The forward runs twice without gradients, which fails for a forward that computes some itself.
     Changes that the second run does not make again stay; all others are undone. A model that draws
     random numbers to prepare itself, or whose first forward gives other outputs, has to do so in a
-    step.
+    step. Of `peers` all do this, or none.
     """
     device = device_of((args, kwargs), module)
     runs: list[Trial] = []
     ends: list[Any] = []
     try:
         for _ in range(2):
-            runs.append(Trial(module, (args, kwargs), device))
+            runs.append(Trial(module, (args, kwargs), device, peers=peers.members))
             given, named = runs[-1].arguments
             draws = random_states_kept(device), generators_kept(module.modules())
+            if not peers.all_are_at("preparing"):
+                break
             with runs[-1].guarded(), torch.no_grad(), draws[0], draws[1]:
                 output = module.forward(*given, **named)
                 sums = [int(checksum(tensor)) for tensor in output_tensors(output)]
                 ends.append((random_states(module.modules(), device), sums))
                 del output
+    except NeedsPeers:
+        raise
     except Exception as error:
         logger.info("a forward without gradients failed: %s", error)
     finally:

@@ -18,6 +18,7 @@ from rotor.common.calls import PlainValues, leaf_expressions
 from rotor.common.frames import release
 from rotor.common.model_state import refuse_sharded
 from rotor.common.progress import progress
+from rotor.common.ranks import NeedsPeers, each
 from rotor.common.tensor_trees import output_tensors
 from rotor.engines.contract import (
     Call,
@@ -25,7 +26,6 @@ from rotor.engines.contract import (
     Context,
     IsPending,
     Key,
-    NeedsPeers,
     PlanAgain,
     StartMeter,
 )
@@ -40,7 +40,7 @@ from rotor.engines.graph.code.numbers import ModelNumbers
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
-from rotor.engines.graph.making import each, loaded_plan, make_graph_plan
+from rotor.engines.graph.making import loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
 from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import (
@@ -187,7 +187,7 @@ class GraphEngine(MeteredEngine):
                     values.inputs = frozenset()
                     self._numbers.refuse()
                     release(error)
-                    return self.measure(key, call)
+                    return GraphEngine.measure(self, key, call)  # Its ranks have met already.
                 self.sizing.refuse(key, error)
                 note_reads(self.context, key, None, call)
                 release(error)
@@ -229,7 +229,7 @@ class GraphEngine(MeteredEngine):
             return self._captured_once(loss_fn, call, numbers, backend)
         except CaptureError as error:
             # Modules that prepare themselves in their first forward can be captured after it.
-            if not run_once(self.context.module, *call.arguments):
+            if not run_once(self.context.module, *call.arguments, self.context.peers):
                 raise error from None
             release(error)
             return self._captured_once(loss_fn, call, numbers, backend)
@@ -263,8 +263,8 @@ class GraphEngine(MeteredEngine):
         self, key: Key, capture: Capture, found: Unplanned, call: Call, *, loss_captured: bool
     ) -> CapturedStep:
         source, lowered = self.settings.profile, found.captured.lowered
-        if self.context.peers.ranks is None:
-            NeedsPeers.check(groups_of(lowered.tasks[k].node for k in lowered.collectives))
+        collectives = (lowered.tasks[k].node for k in lowered.collectives)
+        NeedsPeers.check(groups_of(collectives), self.context.peers.members)
         device = self.context.device_of(call)
         arguments = (*call.arguments, call.targets)
         with self.context.shells():

@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rotor.common.joining import joined
-from rotor.common.ranks import RankError, Ranks, digest
+from rotor.common.ranks import RankError, Ranks, digest, each
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.pricing import build_graph, search
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord, lower_bound_of
@@ -24,8 +24,6 @@ from rotor.errors import InfeasibleError
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.units import exact_bytes
-
-T = TypeVar("T")
 
 
 def loaded_plan(
@@ -194,11 +192,6 @@ def _refusal(limit_bytes: int, least_bytes: int, bound_bytes: int, sizes: list[i
         f"one was found is {exact_bytes(least_bytes)}, and provably none fits in less than "
         f"{exact_bytes(bound_bytes)}: give at least the former{comma} {cure}"
     )
-
-
-def each(ranks: Ranks | None, own: Callable[[], T]) -> list[T]:
-    """Return what a function returns on each rank, in their order; on this one if it is alone."""
-    return [own()] if ranks is None else ranks.together(own)
 
 
 def _found_by_first(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from rotor.common.ranks import RankError, Ranks, digest
+from rotor.common.ranks import NeedsPeers, RankError, Ranks, digest
 from rotor.engines.contract import (
     Call,
     CannotPlan,
@@ -22,7 +22,7 @@ from rotor.engines.contract import (
     PlanAgain,
     StartMeter,
 )
-from rotor.engines.graph.capture import Unplanned
+from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.costs.collectives import priced_together
@@ -111,17 +111,22 @@ class SharedGraphEngine(GraphEngine):
         """Capture and measure a step, on all ranks or on none."""
         before = self.steps.get(key.measured)
         try:
-            refusals = self._ranks.together(partial(self._measured, key, call))
+            found = self._ranks.together(partial(self._measured, key, call))
+            refusals, members = zip(*found, strict=True)
+            if any(members):
+                raise NeedsPeers(frozenset().union(*members))
             if all(refusals):
                 raise CannotPlan(CaptureError(refusals[self._ranks.rank]))
-            if any(refusals):
-                raise CannotPlan(RankError(next(filter(None, refusals))))
+            for rank, refusal in enumerate(refusals):
+                if refusal:
+                    named = f"rank {rank} of {len(refusals)} cannot go on: {refusal}"
+                    raise CannotPlan(RankError(named))
             is_needless = self.device_of(key) is None
-            found = [nothing for (nothing,) in self._ranks.exchange_ints(is_needless)]
-            if any(found):
-                if all(found):
+            without = [nothing for (nothing,) in self._ranks.exchange_ints(is_needless)]
+            if any(without):
+                if all(without):
                     raise NothingToPlan
-                needless = ", ".join(str(rank) for rank, nothing in enumerate(found) if nothing)
+                needless = ", ".join(str(rank) for rank, nothing in enumerate(without) if nothing)
                 raise RankError(
                     f"nothing in the step of rank {needless} needs a gradient, and the step of "
                     "others does: freeze the same parameters on every rank"
@@ -145,10 +150,11 @@ class SharedGraphEngine(GraphEngine):
         if not step.planned_for:
             step.set_costs(priced_together(self._ranks, lowered, step.costs, step.device))
 
-    def _measured(self, key: Key, call: Call) -> str:
+    def _measured(self, key: Key, call: Call) -> tuple[str, frozenset[int]]:
         """Measure this rank's step, or find it; return why not, where another engine may run it.
 
-        A step that needs no gradient is left unmeasured.
+        The second result is empty, or the ranks of its collectives and of this group, where others
+        take part. A step that needs no gradient is left unmeasured.
         """
         own = key.measured[0]
         alike = [step for measured, step in self.steps.items() if measured[0] == own]
@@ -160,10 +166,12 @@ class SharedGraphEngine(GraphEngine):
             else:
                 self.steps[key.measured] = known
         except NothingToPlan:
-            return ""
+            return "", frozenset()
+        except NeedsPeers as needed:
+            return "", needed.members
         except CannotPlan as refused:
             if self.context.peers.has_collectives:
-                return str(refused.error)
+                return str(refused.error), frozenset()
             raise CaptureError(
                 f"{refused.error}\nshare_plans() is for chains and for models that are captured as "
                 "one graph: without it this model can run in parts, or in the dynamic engine, "
@@ -171,7 +179,7 @@ class SharedGraphEngine(GraphEngine):
             ) from None
         if self.settings.offload is not None:
             self.settings.offload.known_link(self.context.device_of(call))
-        return ""
+        return "", frozenset()
 
     def forget(self, measured: Any) -> None:
         """Have a kind of step captured again, also if another combination of ranks has it."""
@@ -243,6 +251,12 @@ class SharedGraphEngine(GraphEngine):
             if problem is error:
                 raise
             raise problem from None
+
+    def _with_numbers(self, plan: GraphPlan, call: Call) -> tuple[Capture, Unplanned] | None:
+        found: list[tuple[Capture, Unplanned] | None] = []
+        capture = super()._with_numbers
+        self._ranks.together(lambda: found.append(capture(plan, call)))
+        return found[0]
 
     def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
         captured, capture, meeting = plan.step.captured, plan.step.capture, self._meeting

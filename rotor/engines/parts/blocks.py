@@ -21,6 +21,7 @@ from torch import nn
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.sequence import Backward, ForwardCheck, ForwardEnable, Loss
 from rotor.common.calls import call_signature
+from rotor.common.ranks import entered
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
 from rotor.common.undisturbed import copied_arguments, gradients_aside, trial, values_kept
@@ -316,7 +317,8 @@ def apart(model: nn.Module, sharding: Sharding, arguments: Any) -> Iterator[Any]
     root = sharding.root
     inner = [unit for unit in sharding.units if unit is not root]
     with ExitStack() as stack:
-        stack.enter_context(trial(model, (), device, is_guarded=False, is_sharded=True))
+        own_trial = trial(model, (), device, is_guarded=False, is_sharded=True)
+        stack.enter_context(entered(sharding.ranks, own_trial))
         stack.enter_context(values_kept(model.buffers()))
         stack.enter_context(fsdp.undisturbed(sharding.units))
         if root is not None and not root.is_gathered:

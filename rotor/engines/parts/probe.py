@@ -19,7 +19,6 @@ from rotor._pytorch import core
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
 from rotor.common.undisturbed import trial
-from rotor.engines.contract import NeedsPeers
 from rotor.meter import allocator
 
 
@@ -161,5 +160,4 @@ def weigh(
         args, kwargs = made.arguments
         with saves.watching():
             model.forward(*args, **kwargs)
-        NeedsPeers.check(made.groups())
     return calls, whole, set(counts)
