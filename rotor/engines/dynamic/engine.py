@@ -186,7 +186,8 @@ class DynamicEngine(Engine):
         value, rerun = (*call.arguments, call.targets), None
         if not is_trial:
             rerun = self.context.structure.rerun(value, plan.device)
-        step = plan.step(module, self.context.explain, is_trial=is_trial)
+        step = plan.step(module, is_trial=is_trial)
+        step.explain = lambda error: self.context.explain(error, plan.limit_bytes)
         plan.unknown = [] if meter is None else step.session.mark_unknown(meter.mark)
         return step, step.forward(forward, value, plan.room, rerun)
 

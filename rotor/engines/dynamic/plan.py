@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -28,7 +27,6 @@ from rotor.dtr.recall import Stats
 from rotor.dtr.repeating import verifying_bytes
 from rotor.dtr.stepping import Unknown, learn_needs
 from rotor.engines.dynamic.step import BudgetedStep
-from rotor.errors import InfeasibleError
 from rotor.meter.step_meter import Metered, StepBytes
 from rotor.meter.watch import note_peak
 from rotor.tier.offload import Offload
@@ -165,13 +163,7 @@ class DynamicPlan(Metered):
             self.held_bytes = max(self.held_bytes, held)
         return step.peak_bytes - self.limit_bytes
 
-    def step(
-        self,
-        module: nn.Module,
-        explain: Callable[[InfeasibleError, int], None],
-        *,
-        is_trial: bool = False,
-    ) -> BudgetedStep:
+    def step(self, module: nn.Module, *, is_trial: bool = False) -> BudgetedStep:
         """Return a step of a module, about to begin; a trial leaves no trace."""
         level = devices.level(self.device)
         kind = getattr(self.key, "measured", None)
@@ -214,7 +206,6 @@ class DynamicPlan(Metered):
             module,
             self.limit_bytes,
             self.device,
-            explain=lambda error: explain(error, self.limit_bytes),
             backward_began=began,
             ended=ended,
             is_trial=is_trial,

@@ -56,10 +56,10 @@ class BudgetedStep:
     """Forward of a module, and the backward that belongs to it.
 
     Only the graph references it: when the outputs are dropped without a backward, everything that
-    the forward kept is freed. The limit is in bytes above the current level. `explain` completes
-    the error of a step that does not fit. `backward_began` and `ended` are called with the step
-    before its first backward, and at its end in any case. A trial restores everything at the end,
-    attributes of modules too. The settings are those of the session.
+    the forward kept is freed. The limit is in bytes above the current level. `backward_began` and
+    `ended` are called with the step before its first backward, and at its end in any case. A trial
+    restores everything at the end, attributes of modules too. The settings are those of the
+    session.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class BudgetedStep:
         limit: int,
         device: torch.device,
         *,
-        explain: Callable[[InfeasibleError], None],
         backward_began: Callable[[BudgetedStep], None],
         ended: Callable[[BudgetedStep], None],
         is_trial: bool = False,
         **settings: Any,
     ) -> None:
         self._ended: Callable[[BudgetedStep], None] | None = None
-        self._explain = explain
+        self.explain: Callable[[InfeasibleError], object] = id
+        """Function that completes the error of a step that does not fit."""
         self._modules = list(module.modules())
         self._is_trial = is_trial
         self._attributes_before = (
@@ -499,7 +499,7 @@ class BudgetedStep:
         self.release()
         is_known = self.tried_bytes >= error.minimum_bytes
         refused = InfeasibleError(str(error), self.tried_bytes if is_known else minimum)
-        self._explain(refused)
+        self.explain(refused)
         gradients = "its gradients, "
         if added:
             gradients = f"but for {added} gradients that this step was added to already, "
