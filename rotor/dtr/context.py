@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, BinaryIO
 
 import torch
@@ -245,12 +245,11 @@ def _eager() -> Iterator[None]:
         )
         return (lambda function: function) if model is None else model
 
+    is_loaded = "torch._dynamo" in sys.modules
     torch.compile = leave
     try:
-        with ExitStack() as stack:
-            stack.enter_context(dispatch.layouts_unseen())
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stance = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+        with dispatch.layouts_unseen(), stance:
             yield
     finally:
         torch.compile = compiling
