@@ -116,11 +116,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg()
 
 
-def _combined(sums: list[int]) -> int:
-    columns = torch.tensor(sums, dtype=torch.int64, device="cpu")
-    return _in_core(columns)
-
-
 def checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     """Return 64 bits made of all bits of a tensor of any type, layout and strides.
 
@@ -136,7 +131,7 @@ def checksum(tensor: torch.Tensor) -> int | torch.Tensor:
     if all(part.is_cpu for part in parts):
         # Conjugation and sign as lazy flags are no part of the memory.
         sums = [_in_core(part) for part in parts]
-        return sums[0] if len(sums) == 1 else _combined(sums)
+        return sums[0] if len(sums) == 1 else _in_core(torch.tensor(sums, device="cpu"))
     with torch.no_grad():
         found = torch.empty(len(parts), dtype=torch.int64, device=tensor.device)
         for k, part in enumerate(parts):
