@@ -394,10 +394,10 @@ class Rerun:
         forward: Callable[[Any], Sequence[torch.Tensor]],
         given: Sequence[torch.Tensor | None],
         wanted: Sequence[torch.Tensor],
-        mine: Sequence[weakref.ref[torch.Tensor]],
-        level: Level,
+        mine: Sequence[weakref.ref[torch.Tensor]] = (),
+        level: Level | None = None,
         *,
-        is_one: bool,
+        is_one: bool = True,
     ) -> dict[int, torch.Tensor | None]:
         """Return gradients of the tensors in `wanted` that are asked for, by their ids.
 
@@ -405,10 +405,11 @@ class Rerun:
         as the caller has them: what is computed of them from now on joins the new graph, so that
         sums of gradients are made in the order of plain autograd.
 
-        `level` are the outputs of the running node, and earlier ones, beyond which no gradient
-        goes: theirs are returned by their numbers. Without `is_one` more nodes of the part may run
-        in this backward, with the outputs of the same forward.
+        `level` are the outputs of the running node, all by default, and earlier ones, beyond which
+        no gradient goes: theirs are returned by their numbers. Without `is_one` more nodes of the
+        part may run in this backward, with the outputs of the same forward.
         """
+        level = Level(range(len(given)), ()) if level is None else level
         asked = {id(t): t for t in wanted if backwards.is_asked_for(t)}
         roots = [k for k, gradient in enumerate(given) if gradient is not None]
         if not roots or not (asked or level.earlier):
@@ -431,7 +432,7 @@ class Rerun:
                     retain_graph=None if is_one else True,
                     allow_unused=True,
                 )
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and mine:
                 with backwards.outside_transforms():
                     for k in level.own:
                         join(mine[k](), outputs[k])

@@ -93,9 +93,14 @@ class BudgetedStep:
         self._watched: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.output_bytes = self.gradient_bytes = 0
         """Bytes of the outputs and of their gradients, once each exist."""
+        self._rerun: Rerun | None = None
         self.reads, self.is_passed = None, False
         self._surroundings: Surroundings | None = None
+        self._theirs: list[torch.Tensor] = []
+        self._mine: list[weakref.ref[torch.Tensor]] = []
+        self._call: Callable[..., Any] = tuple
         self._room: Callable[[BudgetedStep], tuple[int, int]] = lambda _: (0, 0)
+        self._places_of_results: list[int] = []
         self._arrivals: Arrivals | None = None
         self._least_bytes = 0
         self.is_metered = False
@@ -196,19 +201,22 @@ class BudgetedStep:
         if unique:
             theirs = {id(mine): tensor for tensor, mine in zip(outer, inner, strict=True)}
             asked = [theirs.get(id(mine), mine) for mine in self._asked]
+            if rerun is not None:
+                everything = [
+                    id(t) for t in (*output_tensors(output), *kept_tensors(self._modules))
+                ]
+                if all(key in everything and not t.retains_grad for key, t in unique.items()):
+                    self._rerun, self._theirs = rerun, asked
+                    # A closure over the step would make a cycle, and free the step too late.
+                    self._call = call
+                    self._places_of_results = [everything.index(key) for key in unique]
             results = _Node.apply(self, *asked)
             assert self._edges is not None
-            if rerun is not None:
-                tensors = (*output_tensors(output), *kept_tensors(self._modules))
-                everything = [*map(id, tensors)]
-                del tensors
-                if all(key in everything and not t.retains_grad for key, t in unique.items()):
-                    places = [*map(everything.index, unique)]
-                    again = partial(_results_again, call, self._modules, places)
-                    numbers = backwards.inner_edges(nodes, self._edges)
-                    results = around(
-                        results, rerun, again, asked, self._token, numbers, retains=True
-                    )
+            numbers = backwards.inner_edges(nodes, self._edges)
+            if numbers and self._rerun is not None:
+                again, rerun, self._rerun = self._results_again, self._rerun, None
+                results = around(results, rerun, again, asked, self._token, numbers, retains=True)
+            self._mine = [*map(weakref.ref, results)]
             self._retained = backwards.Retained(nodes, self._edges, unique.values(), results)
             given |= dict(zip(unique, results, strict=True))
         self._watch(value, [given.get(id(t), t) for t in found])
@@ -231,6 +239,12 @@ class BudgetedStep:
     def _token(self) -> BudgetedStep | None:
         """Return the step while its backward can run."""
         return None if self._edges is None else self
+
+    def _results_again(self, value: Any) -> list[torch.Tensor]:
+        """Return the node's outputs from a forward that runs again, without a session."""
+        output = self._call(*value)
+        everything = [*output_tensors(output), *kept_tensors(self._modules)]
+        return [everything[k] for k in self._places_of_results]
 
     def _kept_elsewhere(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors beside outputs to which Python refers elsewhere than in the graph."""
@@ -314,6 +328,10 @@ class BudgetedStep:
             )
         edges = self._edges or []
         roots = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        rerun = self._rerun
+        if roots and rerun and rerun.is_wanted(gradients, repeats=self._edges is not None):
+            made_again = rerun.gradients(self._results_again, gradients, self._theirs, self._mine)
+            return [made_again.pop(id(tensor), None) for tensor in self._theirs]
         if roots and (torch.is_grad_enabled() or self._edges is None):
             raise RuntimeError(
                 "a backward with create_graph=True, or after one without retain_graph=True, has to "
@@ -567,14 +585,6 @@ def _own_inputs(
             outer |= {id(tensor): tensor for tensor in found}
     own = {key: tensor.detach().requires_grad_() for key, tensor in outer.items()}
     return list(outer.values()), own, slots
-
-
-def _results_again(
-    call: Callable[..., Any], modules: Sequence[nn.Module], places: Sequence[int], value: Any
-) -> list[torch.Tensor]:
-    """Return results at places of a forward's output, and of what its modules keep."""
-    everything = [*output_tensors(call(*value)), *kept_tensors(modules)]
-    return [everything[k] for k in places]
 
 
 def _computed(value: Any) -> list[torch.Tensor]:
