@@ -137,9 +137,9 @@ def test_limits_in_percent_are_of_free_memory(folder, capsys, monkeypatch):
 def test_a_total_that_leaves_nothing_is_named_with_one_that_would_do(folder, capsys, command):
     given = (command, "seq.py:blocks", "--total", "1MiB", "--effort", "fast")
     code, out, err = run(capsys, *given, *(["--no-plain"] if command == "curve" else []))
-    found = re.search(r"Nothing is left for a step: 1 MiB = (.*): in all, \S+ MiB", out + err)
+    found = re.search(r"Nothing is left for a step: 1 MiB = (.*): in all, \S+ [MG]iB", out + err)
     assert (code, found is not None) == (2, True), out + err
-    assert re.search(r"still to come - \S+ MiB that are lacking$", found[1])
+    assert re.search(r"still to come - \S+ [MG]iB that are lacking$", found[1])
     assert "nothing fits" not in out
     assert "mem_limit" not in err
 
