@@ -38,12 +38,14 @@ def few_objects():
 
 _LEARNT = {
     "rotor._pytorch.devices": ["_prepared", "_capped"],
+    "rotor._pytorch.dispatch": ["_waiting"],
     "rotor.common.checksums": ["_keys"],
     "rotor.dtr.repeating": ["_known", "_unwritten"],
     "rotor.dtr.signatures": ["_needs", "_timed"],
     "rotor.engines.chain.ends": ["source_of", "token_of"],
 }
-"""Tables of a process, and functions with one: operators' needs, and tensors kept on devices."""
+"""Tables of a process, and functions with one: operators' needs, tensors kept on devices, and steps
+whose last backward has not come."""
 
 
 _number = itertools.count()
