@@ -93,7 +93,8 @@ class GraphPlan(Metered):
     is_beaten: bool = field(default=False, repr=False)
     """True if the search has ended, and more than that share is recomputed."""
     _emitted: StepCode | None = field(default=None, repr=False)
-    _early: EarlyCode | None = field(default=None, repr=False)
+    _early: dict[bool, EarlyCode] = field(default_factory=dict, repr=False)
+    """Code that a consumer of single gradients gets: of verified steps, and of others."""
     _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
     _known: int = field(init=False, repr=False)
 
@@ -283,16 +284,17 @@ class GraphPlan(Metered):
         is_verified = code is not self._emitted
         if not spread or (is_verified and step.hands_over):
             return code if isinstance(code, EarlyCode) else None
-        numbers = self.program.actions.tolist()
-        if is_verified:
+        if is_verified not in self._early:
+            lowered, numbers = step.lowered, self.program.actions.tolist()
             # No gradient leaves before its proof, and a consumer learns from their order.
-            return EarlyCode.in_order(code, step.lowered, numbers)
-        if self._early is None:
-            pooling = step.pooling()
-            self._early = EarlyCode.of(
-                step.lowered, numbers, spread=True, layout=self.layout, pooling=pooling
+            self._early[is_verified] = (
+                EarlyCode.in_order(code, lowered, numbers)
+                if is_verified
+                else EarlyCode.of(
+                    lowered, numbers, spread=True, layout=self.layout, pooling=step.pooling()
+                )
             )
-        return self._early
+        return self._early[is_verified]
 
     @contextmanager
     def installed(
