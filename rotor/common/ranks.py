@@ -172,6 +172,15 @@ class Ranks:
                 raise RankError(f"rank {rank} of {self.size} cannot go on: {message}")
         return [value for value, _ in found]
 
+    def jointly(self, own: Callable[[], T]) -> T:
+        """Return what a function returns on this rank, once it has returned on every rank.
+
+        The result stays here; exceptions are those of `together`.
+        """
+        found: list[T] = []
+        self.together(lambda: found.append(own()))
+        return found[0]
+
     def all_are_at(self, place: str) -> bool:
         """Return whether all ranks have come to a place in the function of `together`."""
         return all(other == place for other in self.exchange(place))
@@ -198,9 +207,11 @@ class Ranks:
 def entered(ranks: Ranks | None, context: AbstractContextManager[T]) -> Iterator[T]:
     """Enter a context on all ranks or on none."""
     with ExitStack() as stack:
-        found: list[T] = []
-        each(ranks, lambda: found.append(stack.enter_context(context)))
-        yield found[0]
+
+        def enter() -> T:
+            return stack.enter_context(context)
+
+        yield enter() if ranks is None else ranks.jointly(enter)
 
 
 def each(ranks: Ranks | None, own: Callable[[], T]) -> list[T]:

@@ -203,10 +203,8 @@ class SharedGraphEngine(GraphEngine):
 
     def replan(self, old: Any, make: Any) -> Any:
         """Return a plan that includes the lessons of metered steps, on all ranks or on none."""
-        found: list[Any] = []
         again = super().replan
-        self._ranks.together(lambda: found.append(again(old, make)))
-        return found[0]
+        return self._ranks.jointly(lambda: again(old, make))
 
     def load(self, key: Key, source: Any, limit_bytes: int) -> GraphPlan:
         """Return the plan of a saved program, which all ranks load."""
@@ -253,10 +251,8 @@ class SharedGraphEngine(GraphEngine):
             raise problem from None
 
     def _with_numbers(self, plan: GraphPlan, call: Call) -> tuple[Capture, Unplanned] | None:
-        found: list[tuple[Capture, Unplanned] | None] = []
         capture = super()._with_numbers
-        self._ranks.together(lambda: found.append(capture(plan, call)))
-        return found[0]
+        return self._ranks.jointly(lambda: capture(plan, call))
 
     def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
         captured, capture, meeting = plan.step.captured, plan.step.capture, self._meeting
