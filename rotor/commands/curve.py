@@ -142,7 +142,7 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     text = curve_text(found, arguments.points, facts)
     if is_short and room is not None:
-        text += f"\n{room.why(found.minimum_bytes).removeprefix('. ')}."
+        text += f"\n{room.why(found.minimum_bytes)}."
     give(arguments, data, subject.heading() + text)
     return 2 if is_short else 0
 

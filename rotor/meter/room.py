@@ -121,15 +121,15 @@ class Room:
     def explain(self, error: InfeasibleError) -> None:
         """Add the sum to the error of a step that does not fit, if it names a least limit."""
         if error.minimum_bytes:
-            text = f"{error.args[0]}{self.why(error.minimum_bytes)}"
+            text = f"{error.args[0]}. {self.why(error.minimum_bytes)}"
             error.args = (text, *error.args[1:])
 
     def why(self, step_bytes: int) -> str:
         """Return what the error of a step that needs some bytes says of the sum."""
         assert self.latest is not None
         is_left = self.latest.step_bytes > 0
-        why = ". The limit follows from " if is_left else ". Nothing is left for a step: "
-        return f"{why}{self.latest}: in all, {exact_bytes(self.total_for(step_bytes))} would do"
+        why = "The limit follows from" if is_left else "Nothing is left for a step:"
+        return f"{why} {self.latest}: in all, {exact_bytes(self.total_for(step_bytes))} would do"
 
     def total_for(self, step_bytes: int) -> int:
         """Return the total that leaves some bytes for a step, in whole MiB above the bytes.

@@ -118,7 +118,7 @@ class Limits:
                 )
         if found is not None:
             assert room is not None
-            text += room.why(least)
+            text = f"{text}. {room.why(least)}"
         error.minimum_bytes = least
         error.args = (text, least, error.lower_bound_bytes, error.peak)
 
