@@ -275,12 +275,20 @@ def run_and_wait(function: Any, *args: Any, **kwargs: Any) -> Any:
     del made
     most = [*owners, *(1 for _ in found)]
     held = [*given, *found]
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while any(t.device.type == "cpu" for t in found) and time.monotonic() < end:
-        if all(dispatch.owners_of(t) <= n for t, n in zip(held, most, strict=True)):
-            break
-        time.sleep(0)
+    if any(t.device.type == "cpu" for t in found):
+        stays_held(
+            lambda: any(dispatch.owners_of(t) > n for t, n in zip(held, most, strict=True)),
+            _PATIENCE_SECONDS,
+        )
     return found[0] if is_single else found
+
+
+def stays_held(is_held: Callable[[], bool], seconds: float) -> bool:
+    """Return whether something is held for longer than a thread of gloo may take to drop it."""
+    end = time.monotonic() + seconds
+    while is_held() and time.monotonic() < end:
+        time.sleep(0)
+    return is_held()
 
 
 def digest(value: Any) -> int:

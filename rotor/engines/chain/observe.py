@@ -24,7 +24,7 @@ from rotor.common.checksums import checksum
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
 from rotor.common.places import Place, Saved, is_scalar, tensors_in
-from rotor.common.ranks import Ranks
+from rotor.common.ranks import Ranks, stays_held
 from rotor.common.tensor_trees import (
     Flags,
     check_output,
@@ -35,6 +35,9 @@ from rotor.common.tensor_trees import (
 from rotor.common.undisturbed import gradients_aside
 from rotor.engines.chain.ends import as_inputs, leaf_flags
 from rotor.engines.chain.stages import Stage
+
+_PATIENCE_SECONDS = 0.5
+"""Time that a thread of gloo may take to drop the tensors of a finished operation."""
 
 
 @dataclass
@@ -134,13 +137,16 @@ class _Leaves:
         self._nodes.append(node)
         self._marks.append(weakref.ref(mark))
 
-    def are_alive(self) -> bool:
-        """Return whether a graph ends in one of them; valid only after the output was dropped."""
+    def are_alive(self, seconds: float) -> bool:
+        """Return whether a graph ends in one of them; valid only after the output was dropped.
+
+        Threads of collective operations have some time to drop their tensors.
+        """
         self._nodes.clear()
         if not self._any():
             return False
         gc.collect()
-        return self._any()
+        return stays_held(self._any, seconds)
 
     def _any(self) -> bool:
         return any(ref() is not None for ref in [*self._leaves, *self._marks])
@@ -407,7 +413,8 @@ class Observer:
         y = detached(y)
         del walk, foreign, leaves, given, wanted, before
         torch.clear_autocast_cache()
-        if watch is not None and alive.are_alive():
+        patience = 0.0 if self._ranks is None else _PATIENCE_SECONDS
+        if watch is not None and alive.are_alive(patience):
             found.leaves = [""]
             found.passes_output = end.are_alive()
         return found, digest, y
