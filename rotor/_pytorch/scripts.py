@@ -356,6 +356,19 @@ def runs_script(node: fx.Node | None) -> bool:
     return node is not None and node.target in (_RUN, _GRADIENTS)
 
 
+class ScriptModel(nn.Module):
+    """Module that is planned in the place of a script; it calls the script, without its hooks."""
+
+    training: Any = property(lambda self: self.script.training, lambda self, mode: None)
+
+    def __init__(self, script: torch.jit.ScriptModule) -> None:
+        super().__init__()
+        self.script = script
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.script.forward(*args, **kwargs)
+
+
 class StandIn(nn.Module):
     """Module that a capture reads in place of a script."""
 

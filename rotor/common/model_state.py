@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from rotor import _core
 from rotor._pytorch import backwards, core, fsdp, patches
 from rotor._pytorch import traces as modes
+from rotor._pytorch.scripts import ScriptModel
 from rotor.common.rerun import Rerun, Unit
 
 _values_of = methodcaller("values")
@@ -39,16 +40,16 @@ def refuse_sharded(model: nn.Module, planned_as: str = "a graph") -> None:
             )
 
 
-def refuse_unsuited_modules(model: nn.Module) -> None:
-    """Raise TypeError for no module, a script, or a DistributedDataParallel in the model."""
+def planned_module(model: nn.Module) -> nn.Module:
+    """Return the model, or the module that is planned in the place of a script.
+
+    Raises TypeError for no module, or a DistributedDataParallel in the model.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            "the model is a script of torch.jit, whose forward is not Python: give the module from "
-            "which it was made, or nn.Sequential(script), which engine='dynamic' runs"
-        )
     for name, module in model.named_modules():
+        if not hasattr(module, "training"):
+            module.training = False  # As `eval` does. Frozen scripts have no such attribute.
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             kind = type(module).__name__
             where = f"module {name}" if name else "the model"
@@ -57,6 +58,7 @@ def refuse_unsuited_modules(model: nn.Module) -> None:
                 "where they are computed under a plan. Wrap the other way round: "
                 f"{kind}(rotor.Checkpointable(model))"
             )
+    return ScriptModel(model) if isinstance(model, torch.jit.ScriptModule) else model
 
 
 def _draws_in_cudnn(tensor: torch.Tensor) -> bool:

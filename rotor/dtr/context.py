@@ -22,7 +22,7 @@ from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Observer
 from rotor.dtr.runtime import Session
 from rotor.dtr.storages import Store
-from rotor.errors import MemoryLimitWarning
+from rotor.errors import BudgetError, MemoryLimitWarning
 from rotor.meter.room import step_limit
 from rotor.simrd.log_writer import LogWriter
 from rotor.units import parse_bytes
@@ -287,4 +287,10 @@ def running(session: Session, *, guard: bool = True) -> Iterator[None]:
         session.paths,
         session,
     ):
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            # The interpreter of scripts puts an error of its own in the place of any other.
+            if session.refused is None or "TorchScript interpreter" not in str(error):
+                raise
+            raise BudgetError(*session.refused) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -168,8 +168,11 @@ class Recall:
 
     `outside_bytes` are the bytes of the limit that are known to be taken by what no operator makes,
     `told_bytes` the largest need above the limit that a warning has named. `paths` is a context in
-    which the paths of modules are noted, where replays are compared.
+    which the paths of modules are noted, where replays are compared. `refused` are the arguments of
+    the latest BudgetError.
     """
+
+    refused: tuple[Any, ...] | None = None
 
     def __init__(
         self,
@@ -340,7 +343,8 @@ class Recall:
         if is_wish or current + least <= self.limit:
             return
         if self._strict and not self._is_leaving:
-            raise self._no_room(current, least, nbytes)
+            self.refused = self._no_room(current, least, nbytes).args
+            raise BudgetError(*self.refused)
         is_first = self._overflows == 0 and not self._is_leaving
         if is_first and is_new_maximum(current + least, self.limit, self.told_bytes):
             self.told_bytes = current + least

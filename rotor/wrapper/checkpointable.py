@@ -15,7 +15,7 @@ from rotor.algorithms.utils import checked_slots
 from rotor.common.background import checked_planning
 from rotor.common.calls import NO_TARGETS, targets_of
 from rotor.common.checksums import checked_verify
-from rotor.common.model_state import refuse_unsuited_modules
+from rotor.common.model_state import planned_module
 from rotor.common.ranks import Ranks
 from rotor.engines.contract import Call, Settings
 from rotor.engines.graph.calls import checked_counts, takes_targets
@@ -220,13 +220,13 @@ class Checkpointable(ReportingModule):
         total_limit: int | str | None = None,
         **options: Any,
     ) -> None:
-        refuse_unsuited_modules(model)
+        module = planned_module(model)
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}, expected one of {', '.join(ENGINES)}")
         check_backend(backend, engine, model)
         check_names(options, [*inspect.signature(Checkpointable.__init__).parameters][2:-1])
         settings = self._settings_class(
-            model,
+            module,
             mem_limit=checked_limit(mem_limit),
             total_limit=checked_total(total_limit),
             mem_slots=None if mem_slots is None else checked_slots(mem_slots),

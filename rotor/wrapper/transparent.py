@@ -123,7 +123,7 @@ class TransparentModule(nn.Module):
         own["module"] = module
         own.pop("training", None)
         for name in _SHARED:
-            own[name] = module.__dict__[name]
+            own[name] = getattr(module, name)
         own.update(fsdp.states_of(module))
 
     @property
@@ -155,7 +155,7 @@ class TransparentModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
-        if module is None:
+        if module is None or name == "__deepcopy__":  # Its own would copy the module alone.
             raise AttributeError(f"{self._shown_name} has no attribute {name!r}")
         try:
             value = getattr(module, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import warnings
 from typing import Any
@@ -122,8 +123,77 @@ def test_a_model_with_a_scripted_part_trains(how: str, engine: str, inside: bool
     assert model.plan.engine != "plain"
 
 
-@pytest.mark.parametrize("engine", ["auto", "chain", "graph", "dynamic"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
 @pytest.mark.parametrize("how", ["script", "trace"])
-def test_a_script_itself_is_refused_in_words(how: str, engine: str) -> None:
-    with pytest.raises(TypeError, match=r"script of torch\.jit"):
-        rotor.Checkpointable(scripted(how), mem_limit="1 MB", engine=engine)
+def test_a_script_itself_trains(how: str, engine: str) -> None:
+    script, x = scripted(how), torch.randn(64, 32)
+    for _ in range(3):
+        script(x).square().mean().backward()
+        expected = [p.grad.clone() for p in script.parameters()]
+        script.zero_grad()
+    model = rotor.Checkpointable(script, mem_limit="1 MB", engine=engine)
+    names = [name for name, _ in script.named_parameters()]
+    assert model.module is script
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [*nn.Sequential(model).state_dict()] == [f"0.{name}" for name in names]
+    for _ in range(2):
+        model(x).square().mean().backward()
+        assert all(map(torch.equal, expected, [p.grad for p in script.parameters()]))
+        model.zero_grad()
+    assert model.plan.engine != "plain"
+    model.eval()
+    assert not script.training
+    assert torch.equal(model(x), script(x))
+
+
+def test_a_script_itself_is_no_chain() -> None:
+    with pytest.raises(TypeError, match=r"chain engine needs an nn\.Sequential"):
+        rotor.Checkpointable(scripted("script"), mem_limit="1 MB", engine="chain")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("limit", [40_000, 85_000])
+def test_what_does_not_fit_within_a_script_is_said(limit: int) -> None:
+    body = torch.jit.script(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64)))
+    model = rotor.Checkpointable(body, mem_limit=limit, engine="dynamic")
+    x = torch.randn(128, 32)
+
+    def train() -> None:
+        for _ in range(3):
+            model(x).square().mean().backward()
+
+    with pytest.raises(rotor.InfeasibleError, match=r"does not fit: the budget of .* is too small"):
+        train()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("engine", ["auto", "chain", "dynamic"])
+def test_a_model_with_a_frozen_script_trains(engine: str) -> None:
+    frozen = torch.jit.freeze(scripted("script").eval())
+    net = nn.Sequential(nn.Linear(32, 32), frozen, nn.Linear(32, 3))
+    x = torch.randn(64, 32)
+    for _ in range(3):
+        net(x).square().mean().backward()
+        expected = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+    rotor.Checkpointable(net, mem_limit="1 MB", engine=engine)(x).square().mean().backward()
+    assert all(map(torch.equal, expected, [p.grad for p in net.parameters()]))
+
+
+class Copied(nn.Linear):
+    """A class that makes its copies itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = Copied(self.in_features, self.out_features)
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+@pytest.mark.parametrize("net", [Copied(4, 4), torch.fx.symbolic_trace(nn.Linear(4, 4))])
+def test_copies_of_models_that_copy_themselves_are_limited(net: nn.Module) -> None:
+    model = rotor.Checkpointable(net, mem_limit="1 MB")
+    copied = copy.deepcopy(model)
+    assert copied.mem_limit == model.mem_limit
+    assert copied.module is not net
+    assert all(map(torch.equal, copied.parameters(), net.parameters()))
