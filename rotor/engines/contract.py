@@ -25,7 +25,7 @@ from rotor.common.calls import Reads, Structures, sample_call
 from rotor.common.frames import warn_caller
 from rotor.common.model_state import ModelState
 from rotor.common.tensor_trees import device_of, tree_tensors
-from rotor.engines.peers import Alone, Peers
+from rotor.engines.peers import Peers
 from rotor.errors import InfeasibleError, MemoryLimitWarning
 from rotor.graph.planner import check_options
 from rotor.meter.step_meter import StepBytes, StepWatch, Verdict
@@ -349,7 +349,7 @@ class Context:
     wrapper: Callable[[], nn.Module | None]
     structure: ModelState
     explain: Callable[[InfeasibleError, int], None]
-    peers: Peers = field(default_factory=Alone)
+    peers: Peers = field(default_factory=Peers)
     sharding: Any = None
     plans: dict[Key, Any] = field(default_factory=dict)
     loaded: dict[Any, Any] = field(default_factory=dict)

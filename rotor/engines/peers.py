@@ -1,9 +1,9 @@
-"""Ranks that share plans, and the null object for a single process."""
+"""Ranks that share plans, or a process alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,73 +13,46 @@ from rotor.meter import allocator
 _FAILED = 2
 
 
-class Peers(Protocol):
-    """Ranks that measure, plan and train in step."""
+class Peers:
+    """Ranks that measure, plan and train in step; by itself, a process alone."""
 
-    @property
-    def ranks(self) -> Ranks | None:
-        """Processes that decide together; ``None`` for a single one."""
-
-    @property
-    def members(self) -> Collection[int]:
-        """Numbers of these processes among all; empty for a single one."""
-
-    @property
-    def has_collectives(self) -> bool:
-        """True if the model itself has operations in which all of them take part."""
+    ranks: Ranks | None = None
+    """Processes that decide together; ``None`` for a single one."""
+    members: Collection[int] = ()
+    """Numbers of these processes among all; empty for a single one."""
+    has_collectives = False
+    """True if the model itself has operations in which all of them take part."""
 
     def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
         """Return the key of a step of all ranks, and whether one of them has something to learn.
 
         `own_key` returns this rank's key: the measured part, and the missing gradients.
         """
-
-    def settle(
-        self, is_one_behind: bool, wants_measure: bool, wants_plan: bool, lacks_plan: bool
-    ) -> tuple[bool, bool, bool]:
-        """Return whether all ranks measure, and plan, now, and whether from the beginning."""
-
-    def all_well(self, problem: Exception | None) -> None:
-        """Raise on every rank if one of them cannot measure."""
-
-    def all_are_at(self, place: str) -> bool:
-        """Return whether all ranks have come to a place, within `Ranks.together`."""
-
-
-class Alone:
-    """Process that plans for itself."""
-
-    ranks: Ranks | None = None
-    members: Collection[int] = ()
-    has_collectives = False
-
-    def agree(self, own_key: Callable[[], tuple[Any, Any]], is_behind: bool) -> tuple[Any, bool]:
-        """Return the key."""
         del is_behind
         return own_key(), False
 
     def settle(
         self, is_one_behind: bool, wants_measure: bool, wants_plan: bool, lacks_plan: bool
     ) -> tuple[bool, bool, bool]:
-        """Return the wishes of this process."""
+        """Return whether all ranks measure, and plan, now, and whether from the beginning."""
         del is_one_behind
         return wants_measure, wants_plan, lacks_plan
 
     def all_well(self, problem: Exception | None) -> None:
-        """Raise a problem, except for a running meter, which only leaves figures out."""
+        """Raise a problem, on every rank; alone, a running meter only leaves figures out."""
         if problem is not None and not isinstance(problem, allocator.MeterBusyError):
             raise problem
 
     def all_are_at(self, place: str) -> bool:
-        """Return True."""
+        """Return whether all ranks have come to a place, within `Ranks.together`."""
         del place
         return True
 
 
-ALONE = Alone()
+ALONE = Peers()
 
 
-class SharingRanks:
+class SharingRanks(Peers):
     """Ranks of a group that run each step together; every method is a collective operation.
 
     The model itself `has_collectives`, or the ranks share plans on request only.

@@ -39,7 +39,7 @@ from rotor.engines.contract import (
     Settings,
 )
 from rotor.engines.learning import MeteredEngine
-from rotor.engines.peers import Alone, Peers, SharingRanks
+from rotor.engines.peers import Peers, SharingRanks
 from rotor.errors import InfeasibleError
 from rotor.graph.planner import MOST_POINTS
 from rotor.meter import allocator, watch
@@ -83,7 +83,7 @@ class Driver:
     def _begin(self, settings: Settings, wrapper: nn.Module | None, warned: set[str]) -> None:
         self.settings = settings
         self._wrapper: Callable[[], nn.Module | None] = _reference(wrapper)
-        self._group_peers: Peers = Alone()
+        self._group_peers = Peers()
         self._announcer = Announcer(settings.verbosity)
         self.limits = Limits(settings)
         self._attempts = Attempts()

@@ -44,8 +44,8 @@ from rotor.common.tensor_trees import tree_tensors
 from rotor.common.undisturbed import generators_kept
 from rotor.engines.around import attach
 from rotor.engines.contract import NothingToPlan
-from rotor.engines.graph.code.early import Delivery
-from rotor.engines.graph.code.emit import StepCode, is_unchecked, read_primals, saved_primals
+from rotor.engines.graph.code.early import Delivery, EarlyStep
+from rotor.engines.graph.code.emit import Emitted, is_unchecked, read_primals, saved_primals
 from rotor.engines.graph.code.late_reads import LateReads
 from rotor.engines.graph.code.numbers import numbers_of, write_numbers
 from rotor.engines.graph.costs.profile import warm_up_scripts
@@ -71,6 +71,7 @@ _UNSIZED = (
     'engine="dynamic"'
 )
 _ARGUMENT = re.compile(r"L\['(args|kwargs|targets)'\]")
+"""Expression of dynamo's for what is within the arguments of a call."""
 
 
 @dataclass
@@ -78,8 +79,10 @@ class Captured:
     """Graph of a call, and the program that it runs."""
 
     lowered: Lowered
-    emitted: StepCode | None = None
+    emitted: Emitted | EarlyStep | None = None
     """Functions that the next call runs; None before a program is set."""
+    meet: Callable[[], object] | None = None
+    """Function that is called before the forward, for ranks that begin it together."""
     saved: int = 0
     """Number of primals before the token among the backward's inputs."""
     reached: list[frozenset[int]] | None = None
@@ -396,8 +399,7 @@ class Capture:
 
         `symbolic` are dimensions of its tensors that may differ in later calls of a new graph.
         """
-        for captured in self.graphs:
-            captured.emitted = None
+        self.forget_programs()
         # Code made by dynamo draws Python's random numbers before it calls the graph.
         pause = CollectorPause(collects=True)
         marked = symbols.marked(symbolic)
@@ -431,6 +433,8 @@ class Capture:
             original = getattr(emitted, "original", None)
             self.leaves = leaves if original is None else [*map(original, leaves)]
         sizes = captured.sizes(args)
+        if captured.meet is not None:
+            captured.meet()
         result = emitted.forward(args)
         token = result[-1]
         token.sizes = sizes
@@ -571,7 +575,7 @@ class Capture:
         )
         module.graph.erase_node(token)
         captured = Captured(lowered, saved=len(saved), tokens=len(tokens))
-        captured.guarded = _of_arguments(names)
+        captured.guarded = {name: whole for name, whole in names.items() if _ARGUMENT.search(name)}
         captured.late = {name: compile(name, "", "eval") for name in backwards.noted_reads()}
         captured.numbers = numbers_of(None if self._owner is None else self._owner(), names)
         self.graphs.append(captured)
@@ -596,11 +600,6 @@ def _refusal(error: BaseException | None) -> CaptureError | None:
         inner = getattr(error, "inner_exception", None) or error.__cause__
         error = inner or error.__context__
     return error
-
-
-def _of_arguments(names: Mapping[str, bool]) -> dict[str, bool]:
-    """Return those of dynamo's expressions that are within the arguments of a call."""
-    return {name: whole for name, whole in names.items() if _ARGUMENT.search(name)}
 
 
 def _reason(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from rotor.engines.graph.capture import Capture, Captured
 from rotor.engines.graph.code.actions import runs_among
 from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import EarlyCode, Owners
-from rotor.engines.graph.code.emit import StepCode, emit
+from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.offloading import Layout, layout_of
 from rotor.engines.graph.code.pricing import Pooling, build_graph, outliving_storages, sizes_of
@@ -225,7 +225,7 @@ class CapturedStep:
 
     def code(
         self, numbers: list[int], layout: Layout | None = None, prover: Prover | None = None
-    ) -> StepCode:
+    ) -> Emitted:
         """Return the functions that run the actions of a program, compared by a prover if given."""
         make = EarlyCode.of if self.hands_over else emit
         pooling = self.pooling()

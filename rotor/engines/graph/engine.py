@@ -35,7 +35,7 @@ from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import Choices, choose_groups
 from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of
-from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.numbers import ModelNumbers
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
@@ -558,7 +558,7 @@ class GraphEngine(MeteredEngine):
         args, kwargs, targets = value
         return self.context.with_loss(self.context.module.forward(*args, **kwargs), targets)
 
-    def _called(self, plan: GraphPlan, call: Call, code: StepCode) -> Any:
+    def _called(self, plan: GraphPlan, call: Call, code: Emitted) -> Any:
         """Return the result of the captured call under a plan, whose code is installed."""
         arguments = (*call.arguments, call.targets)
         loss_fn = None if call.targets is None else self.settings.loss_fn

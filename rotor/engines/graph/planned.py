@@ -22,7 +22,7 @@ from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.actions import renumbered
 from rotor.engines.graph.code.early import EarlyCode, EarlyStep
-from rotor.engines.graph.code.emit import StepCode, emit
+from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
@@ -92,10 +92,10 @@ class GraphPlan(Metered):
     """Share of recomputation above which another engine's plan is better; ``None`` for any."""
     is_beaten: bool = field(default=False, repr=False)
     """True if the search has ended, and more than that share is recomputed."""
-    _emitted: StepCode | None = field(default=None, repr=False)
+    _emitted: Emitted | None = field(default=None, repr=False)
     _early: dict[bool, EarlyCode] = field(default_factory=dict, repr=False)
     """Code that a consumer of single gradients gets: of verified steps, and of others."""
-    _verified: tuple[StepCode, Prover] | None = field(default=None, repr=False)
+    _verified: tuple[Emitted, Prover] | None = field(default=None, repr=False)
     _known: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class GraphPlan(Metered):
             self._emitted, self._early, self._verified = old._emitted, old._early, old._verified
 
     @property
-    def emitted(self) -> StepCode:
+    def emitted(self) -> Emitted:
         """Functions that run the program, made when they are first needed."""
         if self._emitted is None:
             numbers = self.program.actions.tolist()
@@ -217,7 +217,7 @@ class GraphPlan(Metered):
         """Text on the operations that a policy of selective checkpointing marks; often empty."""
         return marks.described(t.node for t in self.step.lowered.tasks if t.node is not None)
 
-    def install(self, proof: StepProof | None = None) -> StepCode:
+    def install(self, proof: StepProof | None = None) -> Emitted:
         """Make the next step run this plan, compiled now if need be; with a proof, verified."""
         if proof is None:
             code = self.emitted
@@ -243,16 +243,15 @@ class GraphPlan(Metered):
         """Blocks that make its pool take its segments; none without one."""
         return [] if self.pool is None else self.pool.blocks
 
-    def _place(self, code: StepCode) -> None:
+    def _place(self, code: Emitted) -> None:
         """Have code, which plans may share, use the places and the pool of this plan."""
-        places = getattr(code, "places", None)
-        if places is not None:
-            places.layout = self.layout
-        pooling = getattr(code, "pooling", None)
-        if pooling is not None:
-            pooling.use(self.reserving)
+        if code.places is not None:
+            assert self.layout is not None
+            code.places.layout = self.layout
+        if code.pooling is not None:
+            code.pooling.use(self.reserving)
 
-    def _verified_code(self) -> tuple[StepCode, Prover]:
+    def _verified_code(self) -> tuple[Emitted, Prover]:
         """Return the program with comparisons; gradients wait for its end if the limit permits."""
         lowered, actions = self.step.lowered, self.program.actions.tolist()
         whole = self.step.captured.lowered
@@ -276,7 +275,7 @@ class GraphPlan(Metered):
         prover = Prover(lowered, refuted)
         return self.step.code(actions, self.layout, prover), prover
 
-    def _early_code(self, code: StepCode, spread: bool) -> EarlyCode | None:
+    def _early_code(self, code: Emitted, spread: bool) -> EarlyCode | None:
         """Return the code with early gradients; None if it has none, or cannot be cut."""
         step = self.step
         if step.owners is None:
@@ -301,7 +300,7 @@ class GraphPlan(Metered):
         self,
         slots: Sequence[core.Slot],
         arguments: Any,
-        code: StepCode,
+        code: Emitted,
         *,
         spread: bool,
     ) -> Iterator[tuple[Any, EarlyStep | None]]:

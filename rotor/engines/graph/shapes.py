@@ -22,7 +22,7 @@ from rotor.common.checksums import Proved
 from rotor.engines.graph.capture import Captured
 from rotor.engines.graph.captured_step import CapturedStep, homes_of
 from rotor.engines.graph.code.away import Away
-from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.handover import with_handovers
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph, search, transfers
@@ -63,7 +63,7 @@ class _Entry:
     """Program for every shape, and the code that runs it."""
 
     actions: Order
-    code: StepCode | None = None
+    code: Emitted | None = None
     """Functions that run it; None before they are needed."""
     verified: Any = None
     """The same with comparisons, and their prover."""
@@ -368,7 +368,7 @@ class ShapeStep(CapturedStep):
 
     def code(
         self, numbers: list[int], layout: Layout | None = None, prover: Prover | None = None
-    ) -> StepCode:
+    ) -> Emitted:
         """Return the functions that run a program, which other shapes share."""
         if prover is not None:
             return super().code(numbers, layout, prover)

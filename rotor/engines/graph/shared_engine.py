@@ -24,7 +24,6 @@ from rotor.engines.contract import (
 )
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.code.emit import StepCode
 from rotor.engines.graph.costs.collectives import priced_together
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.making import ON_ITS_OWN, OtherGraphs, check_same
@@ -62,29 +61,6 @@ class _Meeting:
                 f"all ranks, or {ON_ITS_OWN}"
             )
         self.outcome = state
-
-
-class _Met:
-    """Code of a step whose forward begins when all ranks have come to it."""
-
-    def __init__(self, code: StepCode, meeting: _Meeting) -> None:
-        self._code = code
-        self._meeting = meeting
-
-    def forward(self, args: list[Any]) -> Any:
-        """Run the forward."""
-        self._meeting.come(_READY)
-        return self._code.forward(args)
-
-    @property
-    def backward(self) -> Any:
-        """Backward of the code."""
-        return self._code.backward
-
-    @property
-    def original(self) -> Any:
-        """Function of the code that returns the argument for a tensor on which it runs."""
-        return getattr(self._code, "original", None)
 
 
 class SharedGraphEngine(GraphEngine):
@@ -259,12 +235,11 @@ class SharedGraphEngine(GraphEngine):
         for other in capture.graphs:
             if other is not captured:
                 other.emitted = None
-        code: Any = captured.emitted
-        captured.emitted = _Met(code, meeting)  # type: ignore[assignment]
+        captured.meet = partial(meeting.come, _READY)
         try:
             return super()._run_captured(plan, loss_fn, given)
         except Unplanned:
             meeting.come(_ELSEWHERE)
             raise
         finally:
-            captured.emitted = code
+            captured.meet = None

@@ -27,7 +27,7 @@ from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.actions import Action, actions_of
 from rotor.engines.graph.code.actions import Kind as ActionKind
 from rotor.engines.graph.code.early import EarlyCode, EarlyStep, slots_of
-from rotor.engines.graph.code.emit import Emitted, StepCode
+from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.offloading import Layout, Placed
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
@@ -164,10 +164,10 @@ class Kind:
     """Ways to run it; `options` has their needs."""
     link: Link | None = field(default=None, init=False, repr=False)
     """Link to the second tier on which the programs count."""
-    _emitted: dict[int, StepCode] = field(default_factory=dict)
+    _emitted: dict[int, Emitted] = field(default_factory=dict)
     _options: dict[bool, list[Option]] = field(default_factory=dict)
     _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
-    _verified: dict[int, tuple[StepCode, Prover]] = field(default_factory=dict)
+    _verified: dict[int, tuple[Emitted, Prover]] = field(default_factory=dict)
     _layouts: dict[int, Layout | None] = field(default_factory=dict)
     _units: WeakKeyDictionary[nn.Module, Unit] = field(default_factory=WeakKeyDictionary)
     _known: int = 0
@@ -195,7 +195,7 @@ class Kind:
             self._variants[found] = kind
         return self._variants[found]
 
-    def emitted(self, number: int) -> StepCode:
+    def emitted(self, number: int) -> Emitted:
         """Return the functions of a program."""
         if number not in self._emitted:
             numbers = self.programs[number].actions.tolist()
@@ -208,13 +208,13 @@ class Kind:
             self._layouts[number] = self.step.layout(self.programs[number])
         return self._layouts[number]
 
-    def verified(self, number: int) -> tuple[StepCode, Prover] | None:
+    def verified(self, number: int) -> tuple[Emitted, Prover] | None:
         """Return a program's functions with comparisons; ``None`` if it recomputes nothing."""
         program = self.programs[number]
         if program.runs.max(initial=0) < 2:
             return None
 
-        def make() -> tuple[StepCode, Prover]:
+        def make() -> tuple[Emitted, Prover]:
             prover = Prover(self.lowered, partial(keep_from_now_on, self.captured.lowered))
             return self.step.code(program.actions.tolist(), self.layout(number), prover), prover
 
@@ -222,7 +222,7 @@ class Kind:
             self._verified[number] = self.step.verified(program.actions, make)
         return self._verified[number]
 
-    def code_for(self, number: int, step: StepProof | None, k: int, place: str) -> StepCode:
+    def code_for(self, number: int, step: StepProof | None, k: int, place: str) -> Emitted:
         """Return the functions of a program for run k of a verified step, or for another one.
 
         The `place` is the path of the module that runs.
@@ -371,7 +371,7 @@ class Kind:
     @contextmanager
     def _installed(
         self,
-        code: StepCode,
+        code: Emitted,
         module: nn.Module,
         arguments: Any,
         marks: tuple[Callable[[], object], Callable[[], object]] | None,
@@ -384,13 +384,8 @@ class Kind:
             with early.around(slots_of(module), arguments) as replaced:
                 yield replaced
             return
-        if isinstance(code, EarlyCode):
-            # Gradients of tensors of unknown origin come all at the end, added up.
-            code = replace(code.emitted, backward=code.backward)
-        if marks is not None:
-            assert isinstance(code, Emitted)
-            code = marked(code, *marks)
-        self.captured.emitted = code
+        # Gradients of tensors of unknown origin come all at the end, added up.
+        self.captured.emitted = code if marks is None else marked(code, *marks)
         yield arguments
 
     @property
@@ -428,7 +423,7 @@ class Kind:
 
     def call(
         self,
-        emitted: StepCode,
+        emitted: Emitted,
         module: nn.Module,
         args: Any,
         kwargs: Any,
@@ -442,10 +437,9 @@ class Kind:
         backward begins, and when it ends; `placed` has the places of offloaded values, for a
         program that has any.
         """
-        places = getattr(emitted, "places", None)
-        if places is not None:
+        if emitted.places is not None:
             assert placed is not None
-            places.layout = placed
+            emitted.places.layout = placed
         self.step.capture.forget_programs()
         if module not in self._units:
             self._units[module] = Unit(module.modules())

@@ -14,7 +14,7 @@ from rotor.common.accounting import scrap_bytes
 from rotor.common.calls import call_signature
 from rotor.common.substitutes import PatchedForwards
 from rotor.engines.contract import Call
-from rotor.engines.graph.code.emit import StepCode
+from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.offloading import Placed
 from rotor.engines.parts.chained import ChainKind, mark_backward
 from rotor.engines.parts.kinds import Kind, backward_marks
@@ -236,7 +236,7 @@ class PiecesStep:
     def _call(
         self,
         kind: Kind,
-        emitted: StepCode,
+        emitted: Emitted,
         module: nn.Module,
         args: Any,
         kwargs: Any,

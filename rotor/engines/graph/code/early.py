@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from rotor._pytorch import core
 from rotor.common.substitutes import exchanged, substituted
 from rotor.engines.graph.code.actions import Kind, actions_of, deaths
 from rotor.engines.graph.code.emit import Emitted, emit
-from rotor.engines.graph.code.offloading import Layout, Places
+from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import Pooling
 from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.tracing.lowering import Lowered
@@ -155,26 +155,50 @@ def delivery_groups(
     return found
 
 
-@dataclass(frozen=True)
-class EarlyCode:
-    """Code of a program whose backward stops at each group of gradients."""
+Parts = Callable[[list[Any], dict[int, torch.Tensor | None]], Generator[None, None, None]]
+"""Backward that stops at once, and where it has put a group of gradients into the dictionary."""
 
-    emitted: Emitted
-    """Its backward is a generator that puts gradients into a dictionary."""
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyCode(Emitted):
+    """Code of a program whose backward stops at each group of gradients.
+
+    Its `backward` is for a call without nodes of ours: all gradients come at the end.
+    """
+
+    parts: Parts
     groups: list[list[int]]
     """Primals whose gradients are complete at each stop."""
     gradients: list[list[int]]
     """For each primal the numbers of its gradient's terms."""
     prover: Prover | None = None
     """Prover that may raise after gradients have left."""
-    is_whole: bool = False
-    """True if the backward is no generator: all gradients leave at its end, in their order."""
 
     @classmethod
-    def in_order(cls, code: Any, lowered: Lowered, numbers: Sequence[int]) -> EarlyCode:
+    def _made(
+        cls,
+        emitted: Emitted,
+        parts: Parts,
+        groups: list[list[int]],
+        lowered: Lowered,
+        prover: Prover | None = None,
+    ) -> EarlyCode:
+        terms = _terms(lowered)
+        known = vars(emitted) | {"backward": partial(_at_the_end, parts, terms)}
+        return cls(**known, parts=parts, groups=groups, gradients=terms, prover=prover)
+
+    @classmethod
+    def in_order(cls, code: Emitted, lowered: Lowered, numbers: Sequence[int]) -> EarlyCode:
         """Return a program's code, with gradients that leave at its end as they were made."""
         groups = [group for _, group in delivery_groups(lowered, numbers)]
-        return cls(code, groups, _terms(lowered), is_whole=True)
+
+        def parts(args: list[Any], given: dict[int, torch.Tensor | None]) -> Any:
+            yield
+            given.update(enumerate(code.backward(args)))
+            for _ in groups:
+                yield
+
+        return cls._made(code, parts, groups, lowered)
 
     @classmethod
     def of(
@@ -206,61 +230,22 @@ class EarlyCode:
             groups += [list(over)] if over else []
             groups += [indices for place, indices in late if place == position]
         emitted = emit(lowered, numbers, late, prover, layout, pooling)
-        return cls(emitted, groups, _terms(lowered), prover)
+        parts: Any = emitted.backward
+        return cls._made(emitted, parts, groups, lowered, prover)
 
-    @property
-    def source(self) -> str:
-        """Functions as text."""
-        return self.emitted.source
 
-    @property
-    def replayed(self) -> int:
-        """Random operations that run more than once."""
-        return self.emitted.replayed
-
-    def prepare(self) -> None:
-        """Do what must be done before a step is metered."""
-        self.emitted.prepare()
-
-    @property
-    def places(self) -> Places | None:
-        """Places of offloaded values; None if nothing is offloaded."""
-        return getattr(self.emitted, "places", None)
-
-    @property
-    def pooling(self) -> Pooling | None:
-        """Use of a private pool; None if none is used."""
-        return getattr(self.emitted, "pooling", None)
-
-    def forward(self, args: list[Any]) -> Any:
-        """Return outputs, saved primals and the token; empty the given list of primals."""
-        return self.emitted.forward(args)
-
-    def parts(
-        self, args: list[Any], given: dict[int, torch.Tensor | None]
-    ) -> Generator[None, None, None]:
-        """Begin the backward; it stops at once, and where it has put a group into a dictionary."""
-        begin: Callable[..., Generator[None, None, None]] = self.emitted.backward
-        return self._whole(args, given) if self.is_whole else begin(args, given)
-
-    def _whole(
-        self, args: list[Any], given: dict[int, torch.Tensor | None]
-    ) -> Generator[None, None, None]:
-        yield
-        given.update(enumerate(self.emitted.backward(args)))
-        for _ in self.groups:
-            yield
-
-    def backward(self, args: list[Any]) -> tuple[torch.Tensor | None, ...]:
-        """Return all gradients at the end, for a call without nodes of ours that wait for them."""
-        given: dict[int, torch.Tensor | None] = {}
-        for _ in self.parts(args, given):
-            pass
-        found: list[torch.Tensor | None] = []
-        for terms in self.gradients:
-            parts = [part for part in map(given.get, terms) if part is not None]
-            found.append(reduce(torch.add, parts) if parts else None)
-        return tuple(found)
+def _at_the_end(
+    parts: Parts, gradients: Sequence[Sequence[int]], args: list[Any]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return all gradients, the sums of their terms."""
+    given: dict[int, torch.Tensor | None] = {}
+    for _ in parts(args, given):
+        pass
+    found: list[torch.Tensor | None] = []
+    for terms in gradients:
+        known = [part for part in map(given.get, terms) if part is not None]
+        found.append(reduce(torch.add, known) if known else None)
+    return tuple(found)
 
 
 def _terms(lowered: Lowered) -> list[list[int]]:
@@ -399,8 +384,6 @@ class EarlyStep:
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
         standing: Standing | None = None,
     ) -> None:
-        self.source = code.source
-        self.replayed = code.replayed
         self.forward = code.forward
         self.backward = Delivery(code, marks, None if standing is None else standing.expect)
         self._standing = standing
@@ -408,9 +391,6 @@ class EarlyStep:
         self._owners = owners
         self._originals: dict[int, torch.Tensor] = {}
         self._substitutes: list[torch.Tensor] = []
-
-    def prepare(self) -> None:
-        """Do nothing: the code is ready."""
 
     def original(self, tensor: Any) -> Any:
         """Return the argument of the call for a tensor on which it runs, within `around`."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -46,27 +46,6 @@ from rotor.tier.homes import Home
 
 _POOL_END = ["        pass", "    finally:", "        pool.leave()"]
 """End of a function within a private pool."""
-
-
-class StepCode(Protocol):
-    """Code that runs a program, from any compiler."""
-
-    @property
-    def source(self) -> str:
-        """Source text."""
-
-    @property
-    def replayed(self) -> int:
-        """Random operations that run more than once; each keeps a state of the generator."""
-
-    def forward(self, args: list[Any]) -> Any:
-        """Return outputs, saved primals and the token; empty the given list of primals."""
-
-    def backward(self, args: list[Any]) -> Any:
-        """Return the gradients; empty the given list of saved primals, token and tangents."""
-
-    def prepare(self) -> None:
-        """Do the work that must precede a metered step."""
 
 
 @dataclass(frozen=True)
