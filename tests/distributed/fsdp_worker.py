@@ -24,6 +24,8 @@ from fsdp_models import (
     DEVICE,
     PROCESSES,
     STEPS,
+    WIDTH,
+    Block,
     batch,
     compare,
     differences,
@@ -300,6 +302,33 @@ def optimizer_between() -> list[str]:
     return refused(loss.backward, RuntimeError, "changed or replaced")
 
 
+def tied() -> nn.Sequential:
+    """A layer between the blocks is used twice."""
+    first, one, two, *others = make_model()
+    layer = nn.Linear(WIDTH, WIDTH).to(DEVICE)
+    return nn.Sequential(first, one, layer, two, layer, *others)
+
+
+def blocks_of(model: nn.Sequential) -> list[nn.Module]:
+    return [part for part in list(model) if isinstance(part, Block)]
+
+
+def unsharded_in_two_stages() -> list[str]:
+    """What both uses of a parameter give is added up before it meets a gradient, or a hook."""
+    models = [tied(), tied()]
+    for model in models:
+        for block in blocks_of(model):
+            fully_shard(block, mesh=init_device_mesh(DEVICE, (PROCESSES,)))
+    plain, planned = models[0], rotor.Checkpointable(models[1], batch(0), "1GB")
+    limit = tighten(planned)
+    for step in range(3):
+        for model in (plain, planned):
+            torch.manual_seed(step)
+            model(batch(step)).square().mean().backward()
+    found = differences(plain, planned) + same_plans(planned) + kept(planned, limit)
+    return found + trained_in_backwards(tied, blocks_of, tighten, same_plans)
+
+
 CHAIN_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     f"{'shard, wrap' if first else 'wrap, shard'}{', root' if root else ''}"
     f"{', reshard' if reshard else ''}": lambda first=first, root=root, reshard=reshard: orders(
@@ -329,8 +358,9 @@ CHAIN_SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "refusals": refusals,
     "optimizer between": optimizer_between,
     "optimizer in backwards": lambda: trained_in_backwards(
-        make_model, lambda model: list(model)[1:-1], tighten, same_plans
+        make_model, blocks_of, tighten, same_plans
     ),
+    "unsharded in two stages": unsharded_in_two_stages,
 }
 
 _BY_KIND: dict[str, dict[str, Callable[[], list[str]]]] = {

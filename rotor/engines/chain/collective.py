@@ -63,13 +63,12 @@ class ShardedMeasuring(Measuring):
 
     def back(self, i: int) -> Sequence[torch.Tensor | None]:
         """Run B of stage i, and take the gradients from their place in FSDP2."""
-        super().back(i)
+        plain = iter(super().back(i))
         stage = self._stage(i)
         found: list[torch.Tensor | None] = []
-        for parameter, owner in zip(stage.parameters(), stage.owners(), strict=True):
+        for owner in stage.owners():
             if owner is None:
-                found.append(parameter.grad)
-                parameter.grad = None
+                found.append(next(plain))
             else:
                 whole = owner.whole_gradient()
                 found.append(owner.local_gradient() if whole is None else whole)
@@ -101,13 +100,7 @@ def measuring(sharding: Sharding, stages: Sequence[Stage]) -> Iterator[None]:
 
     The context is entered inside of the model's forward or before the first one.
     """
-    plain = [
-        parameter
-        for stage in stages
-        if isinstance(stage, ShardedStage)
-        for parameter, owner in zip(stage.parameters(), stage.owners(), strict=True)
-        if owner is None
-    ]
+    plain = [parameter for stage in stages for parameter in stage.plain_parameters()]
     with ExitStack() as stack:
         stack.enter_context(fsdp.undisturbed(sharding.units))
         for unit in sharding.outer(stages):

@@ -300,7 +300,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
         # A parameter that several stages share gets its gradient in the last of them.
         lacking = self._flags.lacking_gradient(key.absent)
         # Autograd adds up the gradients of several stages before it adds to an existing one.
-        shared = shared_parameters(inspection.stages) if self._sharding is None else set()
+        stages = inspection.stages
+        shared = shared_parameters(stages) & {id(p) for s in stages for p in s.plain_parameters()}
         sizes = [m.pgrad_bytes for m in inspection.measures]
         missing, sums = made_gradients(inspection.stages, sizes, lacking | shared, shared)
         gradients = None

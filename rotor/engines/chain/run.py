@@ -61,10 +61,11 @@ class _Entry(Function):
     def backward(ctx: Any, *_: Any) -> Any:
         run = ctx.run
         if run.is_passed:
-            return None, *[None] * sum(run.flags_of(run.schedule.head))
-        run.backward_to(run.schedule.head, True, ())
+            return (None,) * len(ctx.needs_input_grad)
+        if not run.is_done():
+            run.backward_to(run.schedule.head, True, ())
         gradient, run.gradient = run.gradient, None
-        return None, *gradient
+        return None, *[None] * len(run.anchors), *gradient
 
 
 class _StageNode(Function):
@@ -126,6 +127,9 @@ class Run:
     backward adds to ``.grad`` of the parameters and returns nothing.
     """
 
+    anchors: tuple[torch.Tensor, ...] = ()
+    """Tensors without memory that stand for parameters which the graph does not show."""
+
     def __init__(
         self,
         stages: Sequence[Stage],
@@ -156,7 +160,7 @@ class Run:
         self.flags[head] = grad_flags(arg)
         self.leaves = leaf_flags(arg)
         self.parameters: list[list[torch.nn.Parameter]] = [
-            stages[i].parameters() if head <= i < tail else [] for i in range(n)
+            stages[i].plain_parameters() if head <= i < tail else [] for i in range(n)
         ]
         self.tapes: list[Any] = [None] * n
         self.snapshots: list[Snapshot | None] = [None] * n
@@ -276,7 +280,7 @@ class Run:
                 given = self.token
             del gradient
             if self.accumulate:
-                torch.autograd.backward(root, given)
+                found = self._accumulate(i, root, given)
                 self.gradient = [arrived_gradient(tensor) for tensor in wanted]
             else:
                 inputs = wanted if need_x else []
@@ -302,6 +306,14 @@ class Run:
             self.x[i] = None
         return found
 
+    def _accumulate(
+        self, i: int, root: torch.Tensor, given: torch.Tensor | None
+    ) -> Sequence[torch.Tensor | None]:
+        """Run the backward of stage i, which adds to the gradients of its parameters."""
+        del i
+        torch.autograd.backward(root, given)
+        return ()
+
     # -- a whole step
 
     def forward(self) -> None:
@@ -315,7 +327,7 @@ class Run:
     def attach(self, arg: Any) -> Any:
         """Put the stages before the tail into the graph; return the input of the tail."""
         head, tail = self.schedule.head, self.schedule.tail
-        inputs = flagged(arg, self.flags_of(head))
+        inputs = [*self.anchors, *flagged(arg, self.flags_of(head))]
         token = _apply_entry(self, *inputs) if inputs else self.token.detach()
         for i in range(head, tail):
             if self.parameters[i]:

@@ -4,7 +4,8 @@ FSDP2 puts whole parameters in the place of sharded ones while a module runs, an
 out of ``.grad`` of the whole ones in hooks of autograd. So autograd cannot be asked about the
 parameters of a stage: its B is a nested ``backward()``, which meets the hooks as a plain step
 would, and one node represents all stages, with a token that requires a gradient in place of
-parameters. Parameters gathered by a recomputation are released after it.
+parameters. Unsharded parameters have nodes, as in a plain chain: autograd adds up what several
+stages give, before it calls hooks. Parameters gathered by a recomputation are released after it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import Function
 
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.sequence import FE
 from rotor.common.ranks import Ranks, members_of
-from rotor.common.tensor_trees import flagged
+from rotor.common.undisturbed import gradients_aside
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.stages import Stage
 from rotor.engines.proofs import PutBack, gradients_before
@@ -47,6 +47,11 @@ class ShardedStage(Stage):
             if parameter is not None and parameter.requires_grad:
                 found[id(parameter)] = parameter
         return list(found.values())
+
+    def plain_parameters(self) -> list[nn.Parameter]:
+        """Return those of `parameters` that are not sharded."""
+        pairs = zip(self.parameters(), self.owners(), strict=True)
+        return [parameter for parameter, owner in pairs if owner is None]
 
     def graph_leaves(self) -> list[nn.Parameter]:
         """Return the parameters in which its graph can end: whole ones, once they were gathered."""
@@ -327,41 +332,16 @@ def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Shardin
     return Sharding(model, roots, units, around)
 
 
-class _Entry(Function):
-    """Node of the chain before the boundary: its backward executes the whole schedule."""
-
-    @staticmethod
-    def forward(ctx: Any, run: ShardedRun, token: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        ctx.run = run
-        ctx.set_materialize_grads(False)
-        return token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        run = ctx.run
-        run.backward_to(0, True, ())
-        gradient, run.gradient = run.gradient, None
-        return None, None, *gradient
-
-
-_apply_entry = core.bare_apply(_Entry)
-
-
 class ShardedRun(Run):
     """State of one step of a sharded chain, as `Run`; nested backwards always accumulate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, accumulate=True, **kwargs)
         self.lowest = 0
-
-    def attach(self, arg: Any) -> Any:
-        """Put the chain into the graph; return its output."""
-        token = self.token.detach().requires_grad_()
-        inputs = flagged(arg, self.flags_of(0))
-        return self.hand_over(_apply_entry(self, token, *inputs))
+        self.anchors = (self.token.detach().requires_grad_(),)
 
     def splits_backward(self) -> bool:
-        """Return False: the graph does not show the parameters. A second backward is refused."""
+        """Return False: the graph does not show all parameters. A second backward is refused."""
         return False
 
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
@@ -372,6 +352,14 @@ class ShardedRun(Run):
             for unit in stage.units:
                 unit.settle()
         return found
+
+    def _accumulate(
+        self, i: int, root: torch.Tensor, given: torch.Tensor | None
+    ) -> Sequence[torch.Tensor | None]:
+        """Run the backward of stage i; return the gradients of unsharded parameters."""
+        with gradients_aside(self.parameters[i]):
+            super()._accumulate(i, root, given)
+            return [parameter.grad for parameter in self.parameters[i]]
 
     def _redo(self, i: int) -> None:
         operations = self.schedule.segments[i][:-1]

@@ -126,6 +126,9 @@ class Stage:
                 found[id(parameter)] = parameter
         return list(found.values())
 
+    plain_parameters = parameters
+    """Function that returns those among them that autograd sees, which FSDP2 does not gather."""
+
     def graph_leaves(self) -> list[nn.Parameter]:
         """Return the parameters in which its graph can end."""
         return self.parameters()
