@@ -246,7 +246,7 @@ class Rerun:
     def __init__(
         self, unit: Unit, value: Any, device: torch.device, *, is_whole: bool = True
     ) -> None:
-        self._unit, self._device = unit, device
+        self._unit, self._device, self._is_whole = unit, device, is_whole
         self._notes = STEP.get()
         self._modes = Modes(devices.type_of(device))
         self._flags = unit.flags()
@@ -313,6 +313,8 @@ class Rerun:
             gradient is not None and backwards.is_batched(gradient) for gradient in given
         )
         self.is_batched = is_batched and torch.is_grad_enabled()
+        # Arguments of smaller parts may be gone: their code makes all gradients in each backward.
+        is_split &= self._is_whole or not repeats
         is_wanted = is_split or is_used or torch.is_grad_enabled() or is_batched or has_changed
         if keeps and not is_wanted:
             level = devices.level(self._device)
@@ -412,6 +414,8 @@ class Rerun:
         level = Level(range(len(given)), ()) if level is None else level
         asked = {id(t): t for t in wanted if backwards.is_asked_for(t)}
         roots = [k for k, gradient in enumerate(given) if gradient is not None]
+        if not (asked or level.earlier) and roots:
+            self._arguments()  # The argument that is asked for may be gone.
         if not roots or not (asked or level.earlier):
             return {}
         with CollectorPause():  # Between two readings of the level it would free other memory.

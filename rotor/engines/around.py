@@ -42,6 +42,8 @@ class _Part:
         self._leaves, self._is_outer, self._retains = let_go(leaves), is_outer, retains
         self.made: list[Any] = []
         self._task, self._is_wanted = -1, False
+        self._given: dict[int, torch.Tensor | None] = {}
+        self._by_levels = False
 
     def backward(
         self, level: Level, given: Sequence[torch.Tensor | None]
@@ -61,14 +63,16 @@ class _Part:
             return passed
         leaves = [*map(present, self._leaves)]
         wanted = [leaf for leaf in leaves if leaf is not None]
-        given_all = dict(zip(level.own, given, strict=True))
+        self._given.update(zip(level.own, given, strict=True))
+        if not self._by_levels and level.earlier:
+            return [None] * len(passed)
         found = self._rerun.gradients(
             self._outputs,
-            [given_all.get(k) for k in range(len(self.made))],
+            [self._given.pop(k, None) for k in range(len(self.made))],
             wanted,
             self.made,
-            level,
-            is_one=not self._inner,
+            level if self._by_levels else None,
+            is_one=not self._by_levels,
         )
         return (
             *[None] * len(given),
@@ -79,9 +83,11 @@ class _Part:
     def _begin(self, token: Any, given: Sequence[torch.Tensor | None]) -> None:
         """Decide on a backward that begins."""
         self._task = dispatch.graph_task()
+        self._given.clear()
         has_changed = token is not None and token.reads is not None and bool(token.reads.changed())
-        if self._inner:
-            has_changed |= self._is_asked()
+        # Sums of gradients that are made in one go have the order of plain autograd.
+        self._by_levels = bool(self._inner) and self._is_asked()
+        has_changed |= self._by_levels
         repeats = token is not None
         self._is_wanted = self._rerun.is_wanted(given, repeats=repeats, has_changed=has_changed)
         if token is not None:

@@ -440,9 +440,7 @@ class Capture:
         token.sizes = sizes
         # The program may differ when the backward of this step comes.
         token.backward_of_program = emitted.backward
-        token.absent = frozenset()
-        token.is_passed = False
-        token.reads = None
+        token.absent, token.is_passed, token.reads = frozenset(), False, None
         token.owner = self._owner
         self.token = weakref.ref(token)
         return result
@@ -459,7 +457,8 @@ class Capture:
             if isinstance(run, Delivery):
                 run.forget()
             return (None,) * captured.lowered.first_terms
-        if owner is not None and core.splits_backward(owner.parameters()):
+        is_half = owner is not None and backwards.in_split_backward()
+        if is_half and core.splits_backward(owner.parameters()):
             raise RuntimeError(SPLIT_BACKWARD)
         if reads is not None:
             reads.check()
