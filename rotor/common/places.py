@@ -399,52 +399,52 @@ def exchange_kept(modules: Sequence[nn.Module], given: Mapping[int, torch.Tensor
 
 
 def hook_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
-    """Yield places outside of the modules to which their forward hooks may write tensors."""
+    """Yield places outside of the modules to which their code and hooks may write tensors."""
     seen: set[int] = set()
     for module in modules:
         for hook in core.forward_hooks(module):
-            yield from _of_function(hook, seen)
+            yield from _places_of(hook, seen)
+    for kind in dict.fromkeys(base for module in modules for base in type(module).__mro__):
+        yield from _places_of(kind, seen)
 
 
-def _of_function(hook: Any, seen: set[int]) -> Iterator[Place]:
-    if id(hook) in seen:
-        return
-    seen.add(id(hook))
-    if isinstance(hook, functools.partial):
-        yield from _of_function(hook.func, seen)
-        for value in (*hook.args, *hook.keywords.values()):
-            yield from _of_value(value, seen)
-    elif isinstance(hook, types.MethodType):
-        yield from _of_value(hook.__self__, seen)
-        yield from _of_function(hook.__func__, seen)
-    elif isinstance(hook, types.FunctionType):
-        for cell in hook.__closure__ or ():
-            place = ClosureCell("a variable of a hook", cell)
-            yield place
-            yield from _of_value(place.get(), seen)
-        for value in (*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()):
-            yield from _of_value(value, seen)
-        for name in names_in(hook.__code__).outer & hook.__globals__.keys():
-            yield Entry(name, hook.__globals__, name)
-            yield from _of_value(hook.__globals__[name], seen)
-    else:
-        yield from _of_value(hook, seen)
-
-
-def _of_value(value: Any, seen: set[int]) -> Iterator[Place]:
-    if id(value) in seen:
+def _places_of(value: Any, seen: set[int]) -> Iterator[Place]:
+    if id(value) in seen or isinstance(value, nn.Module | types.ModuleType):
         return
     seen.add(id(value))
     if isinstance(value, dict):
         for key in list(value):
             yield Entry("an entry of a hook", value, key)
-            yield from _of_value(value.get(key), seen)
-    elif isinstance(value, list):
+            yield from _places_of(value.get(key), seen)
+    elif isinstance(value, list | deque):
         yield Contents("a list of a hook", value)
-    elif not isinstance(value, nn.Module | type | types.ModuleType) and not callable(value):
-        held = getattr(value, "__dict__", None)
-        for key in list(held or ()):
-            yield Entry("an attribute of a hook", held, key)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            yield from _places_of(part, seen)
+    elif isinstance(value, types.MethodType):
+        yield from _places_of(value.__self__, seen)
+        yield from _places_of(value.__func__, seen)
+    elif is_library(getattr(value, "__module__", "builtins")):
+        return
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            place = ClosureCell("a variable of a hook", cell)
+            yield place
+            yield from _places_of(place.get(), seen)
+        for part in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            yield from _places_of(part, seen)
+        for held in (value.__globals__, *map(vars, modules_named(value))):
+            for name in names_in(value.__code__).used & held.keys():
+                yield Entry(name, held, name)
+                yield from _places_of(held[name], seen)
+    else:
+        for name, part in list(getattr(value, "__dict__", {}).items()):
+            if isinstance(value, type):
+                yield Attribute(name, value, name)
+                yield from _places_of(part, seen)
+            else:
+                yield Entry(name, vars(value), name)
+        yield from _places_of(type(value), seen)
 
 
 class Names(NamedTuple):

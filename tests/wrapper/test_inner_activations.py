@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,12 +24,21 @@ pytestmark = [
 
 WIDTH, ROWS, BLOCKS, KEPT = 32, 128, 8, (2, 5)
 ENGINES = ["graph", "dynamic"]
-PLACES = ["attributes", "a dictionary", "a hook", "results and attributes"]
+PLACES = ["attributes", "a dictionary", "a hook", "results and attributes", "a list", "a class"]
 """Places beside the results alone."""
+
+
+SEEN: list[torch.Tensor] = []
+
+
+def note(activation: torch.Tensor) -> None:
+    SEEN.append(activation)
 
 
 class Net(nn.Module):
     """Blocks, of which two activations are returned, or kept where `place` says."""
+
+    held: ClassVar[dict[int, torch.Tensor]] = {}
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -48,6 +58,10 @@ class Net(nn.Module):
             self.first, self.second = found
         elif self.place == "a dictionary":
             self.kept.update(enumerate(found))
+        elif self.place == "a class":
+            type(self).held.update(enumerate(found))
+        elif self.place == "a list":
+            note(found[0]), note(found[1])
         return (found[1], x, found[0]) if "results" in self.place else x
 
     def activations(self, output: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -59,6 +73,10 @@ class Net(nn.Module):
             return [y, self.first, self.second]
         if self.place == "a dictionary":
             return [output, *self.kept.values()]
+        if self.place == "a class":
+            return [output, *self.held.values()]
+        if self.place == "a list":
+            return [output, *SEEN[-2:]]
         found, self.seen[:] = self.seen[:], []
         return [output, *found]
 
