@@ -6,7 +6,7 @@ forward takes arguments apart from what they were made of, and joins results to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -47,6 +47,12 @@ def result_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in result_tensors(item)]
     return []
+
+
+def extent_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first one of a tensor to its last one."""
+    steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return 0 if 0 in shape else sum(steps, 1)
 
 
 def output_tensors(value: Any) -> list[torch.Tensor]:
@@ -237,7 +243,6 @@ def with_views(output: Any) -> Any:
 def _covers(base: torch.Tensor, view: torch.Tensor) -> bool:
     """Return whether the elements of a view are among those of a dense tensor."""
     first, last = base.storage_offset(), base.storage_offset() + base.numel()
-    steps = zip(view.size(), view.stride(), strict=True)
-    end = view.storage_offset() + sum((size - 1) * stride for size, stride in steps) + 1
+    end = view.storage_offset() + extent_of(view.size(), view.stride())
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(base)
     return is_dense and first <= view.storage_offset() and end <= last

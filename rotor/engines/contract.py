@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -282,26 +282,6 @@ class Refusal(NamedTuple):
     """Reasons of all engines that were asked, by name."""
 
 
-class Searches(Protocol):
-    """Background searches of an engine for better plans."""
-
-    def improved(self, plan: Any, call: Call) -> Any:
-        """Return the plan of the next step: a better one if a search has found it."""
-        ...
-
-    def stop(self) -> None:
-        """End them, and drop the programs that they made: the limit or an option has changed."""
-        ...
-
-    def finish(self, end: float, *, measures: bool) -> bool:
-        """Bring them to their end; return whether that was reached by `end`, a monotonic time.
-
-        Nothing is measured while a step keeps its values, with `measures` False: what its search
-        waits for is then left.
-        """
-        ...
-
-
 @dataclass
 class Context:
     """State that the engines of one wrapped model share.
@@ -356,7 +336,7 @@ class Context:
     learned_loss: dict[Any, int] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
     lacking: defaultdict[str, dict[Any, str]] = field(default_factory=lambda: defaultdict(dict))
-    searches: weakref.WeakSet[Searches] = field(default_factory=weakref.WeakSet)
+    searches: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     reads: defaultdict[str, Reads] = field(default_factory=lambda: defaultdict(Reads))
     structures: defaultdict[Any, Structures] = field(
         default_factory=lambda: defaultdict(Structures)
@@ -488,7 +468,7 @@ class Engine(ABC):
     fallback = ""
     """Opening of the warning that the engine took a step over; the earlier engine's reason
     follows. Empty for no warning."""
-    searches: Searches | None = None
+    searches: Any = None
     """Background searches for better plans; ``None`` without any."""
 
     def __init__(self, context: Context) -> None:

@@ -8,14 +8,16 @@ the real need of the loss.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from rotor.common.accounting import METERED_STEPS
+from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.contract import Engine, Key
 from rotor.errors import InfeasibleError
-from rotor.meter.step_meter import StepBytes
+from rotor.meter import allocator
+from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.meter.watch import note_peak, warn_excess
 from rotor.units import exact_bytes, format_bytes
 
@@ -87,11 +89,62 @@ def confirmed(plan: Any, step: StepBytes, *, is_doubtful: bool) -> StepBytes | N
 class MeteredEngine(Engine):
     """Engine whose plans predict a peak, which metered steps correct."""
 
+    def prepare_measuring(self, arguments: Any, check: Callable[[], object] = int) -> None:
+        """Raise, on all ranks or on none, if a step on these arguments cannot be measured now.
+
+        `check` raises further errors.
+        """
+        problem: Exception | None = None
+        try:
+            self.context.check_devices(arguments)
+            cancel_running()
+            with allocator.meter(tree_tensors(arguments)[0].device):
+                pass
+            check()
+        except Exception as error:
+            problem = error
+        self.context.peers.all_well(problem)
+
+    def warn_varying(self, kind: str, names: Sequence[str]) -> None:
+        """Warn of stages, or blocks, that gave other bits, if there are any."""
+        if names:
+            self.context.warn(
+                "varying",
+                f"{kind} {', '.join(names)} gave other bits in a second run from the same state: "
+                "it is never recomputed, and what it makes is kept. It depends on state that "
+                "cannot be set back, or one of its kernels is not deterministic "
+                "(torch.use_deterministic_algorithms)",
+            )
+
     def load(self, key: Key, source: Any, limit_bytes: int) -> Any:
         """Return a saved plan of such steps."""
         raise ValueError(
             f"the {self.name} engine has no plan to load: a plan is that of a chain or of a graph"
         )
+
+    @property
+    def graph(self) -> Any:
+        """Cost model of the latest plan; ValueError: no plan, or no graph."""
+        return self.graph_plan().graph
+
+    @property
+    def program(self) -> Any:
+        """Program of the latest plan; ValueError: no plan, or no graph."""
+        return self.graph_plan().program
+
+    def graph_plan(self) -> Any:
+        """Return the latest plan; raise ValueError without one, or without a graph."""
+        plan = self.context.latest
+        if plan is None:
+            raise ValueError("no plan was made: call compute_sequence(), or train a step")
+        if reason := self.without_graph(plan):
+            raise ValueError(reason)
+        return plan
+
+    def without_graph(self, plan: Any) -> str:
+        """Return why a plan has no graph; empty if it has one."""
+        del plan
+        return "the model runs without a graph"
 
     def learn_loss(self, plan: Any, step: StepBytes) -> bool:
         """Note the need of the caller's loss; return whether it is new to the plan.
@@ -186,14 +239,22 @@ class MeteredEngine(Engine):
 
     def learn_peak(self, plan: Any, peak_bytes: int) -> None:
         """Renew the plan of a step that needed more than the limit, and warn."""
+        if self.exceeds(plan, peak_bytes):
+            if plan.outdated:
+                plan.reserve_bytes = max(plan.reserve_bytes, peak_bytes - plan.predicted_bytes)
+            warn_excess(plan, peak_bytes)
+
+    def exceeds(self, plan: Any, peak_bytes: int) -> bool:
+        """Note a peak, seen or expected; return whether it is over the limit.
+
+        Then the plan is renewed, unless no steps run under it any more.
+        """
         note_peak(plan, peak_bytes)
         if peak_bytes <= plan.limit_bytes:
-            return
+            return False
         plan.measured_bytes = max(plan.measured_bytes or 0, peak_bytes)
-        if self.context.is_current(plan):
-            plan.reserve_bytes = max(plan.reserve_bytes, peak_bytes - plan.predicted_bytes)
-            plan.outdated = True
-        warn_excess(plan, peak_bytes)
+        plan.outdated = self.context.is_current(plan)
+        return True
 
     def warn_over(self, plan: Any, least_bytes: int) -> None:
         """Warn that the limit of a plan cannot be kept."""

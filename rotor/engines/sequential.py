@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -145,11 +145,13 @@ class _Offer:
     """Plan that is compared; without one, the prediction says why."""
 
     name: str
-    plan: Any
-    slower: float
-    """Recomputation, as a share of a step."""
     prediction: str
     """Prediction, as text."""
+    plan: Any = None
+    slower: float = _NEVER
+    """Recomputation, as a share of a step."""
+    refusal: InfeasibleError | None = None
+    """Error of a plan that does not fit."""
 
 
 class SequentialEngine(ChainEngine):
@@ -167,26 +169,12 @@ class SequentialEngine(ChainEngine):
         empty: dict[str, Any] = {"others": {}, "_samples": {}, "_compared": {}, "searches": None}
         return super().__getstate__() | empty
 
-    @property
-    def graph(self) -> Any:
-        """Cost model of the latest plan; ValueError: it is no graph's."""
-        return self.graph_plan().graph
-
-    @property
-    def program(self) -> Any:
-        """Program of the latest plan; ValueError: it is no graph's."""
-        return self.graph_plan().program
-
-    def graph_plan(self) -> Any:
-        """Return the latest plan; raise ValueError if it is no graph's."""
-        plan = self.context.latest
-        if plan is None:
-            raise ValueError("no plan was made: call compute_sequence(), or train a step")
-        if plan.engine == "chain":
-            raise ValueError('the model runs as a chain: give engine="graph" for a graph')
-        if plan.engine != "graph":
-            raise ValueError("the model runs in parts, without a graph: chk.report() says why")
-        return plan
+    def without_graph(self, plan: Any) -> str:
+        """Return why a plan has no graph; empty if it has one."""
+        return {
+            "graph": "",
+            "chain": 'the model runs as a chain: give engine="graph" for a graph',
+        }.get(plan.engine, "the model runs in parts, without a graph: chk.report() says why")
 
     # -- measuring
 
@@ -301,16 +289,13 @@ class SequentialEngine(ChainEngine):
                 raise InfeasibleError(*refusal.args)
             return chain
         prediction = _infeasible(refusal) if chain is None else _prediction(chain.makespan, slower)
-        offers = [_Offer("chain", chain, slower, prediction)]
-        least = refusal
+        offers = [_Offer("chain", prediction, chain, slower, refusal)]
         for name, engine in self._rivals(key):
-            offer, refused = self._offer(name, engine, key, limit_bytes, reserve_bytes)
-            offers.append(offer)
-            if least is not None and refused is not None:
-                least = min(least, refused, key=lambda error: error.minimum_bytes)
+            offers.append(self._offer(name, engine, key, limit_bytes, reserve_bytes))
         possible = [offer for offer in offers if offer.plan is not None]
         if not possible:
-            assert least is not None
+            refusals = [offer.refusal for offer in offers if offer.refusal is not None]
+            least = min(refusals, key=lambda error: error.minimum_bytes)
             raise InfeasibleError(*least.args)
         number = self._agreed(offers.index(min(possible, key=lambda offer: offer.slower)))
         chosen = offers[number]
@@ -327,7 +312,7 @@ class SequentialEngine(ChainEngine):
         if is_measured or "graph" not in self.others or self._is_asked_for_chain(key):
             return None
         rival = self.context.lacking["graph"].get(key.measured, self.others["graph"])
-        offer, _ = self._offer("graph", rival, key, limit_bytes, reserve_bytes)
+        offer = self._offer("graph", rival, key, limit_bytes, reserve_bytes)
         if offer.plan is not None:
             offer.plan.most_recomputed = WORTH
             told = {"chain": "measured if the graph recomputes at last", "graph": offer.prediction}
@@ -360,23 +345,23 @@ class SequentialEngine(ChainEngine):
 
     def _offer(
         self, name: str, engine: Any, key: Key, limit_bytes: int, reserve_bytes: int
-    ) -> tuple[_Offer, InfeasibleError | None]:
+    ) -> _Offer:
         """Return another engine's plan, or a reason; with the error of one that does not fit."""
         if isinstance(engine, str):
-            return _Offer(name, None, _NEVER, engine), None
+            return _Offer(name, engine)
         try:
             plan = engine.plan(key, limit_bytes, reserve_bytes)
         except CannotPlan as refused:
             reason = self.context.lacking[name][key.measured] = refused.line
-            return _Offer(name, None, _NEVER, reason), None
+            return _Offer(name, reason)
         except InfeasibleError as error:
             release(error)
-            return _Offer(name, None, _NEVER, _infeasible(error)), error
+            return _Offer(name, _infeasible(error), refusal=error)
         if plan.engine == "graph":
             slower = plan.program.slowdown - 1
             prediction = _prediction(plan.makespan, slower)
             hoped = slower if plan.planning.is_final else _HOPE * slower
-            return _Offer(name, plan, hoped, prediction), None
+            return _Offer(name, prediction, plan, hoped)
         if plan.predicted_bytes + plan.reserve_bytes > limit_bytes:
             refusal = InfeasibleError(
                 f"no plan was found that fits in {exact_bytes(limit_bytes)}; the captured parts of "
@@ -384,13 +369,13 @@ class SequentialEngine(ChainEngine):
                 "smaller batch",
                 plan.least_bytes,
             )
-            return _Offer(name, None, _NEVER, _infeasible(refusal)), refusal
+            return _Offer(name, _infeasible(refusal), refusal=refusal)
         # Code outside of the parts runs once under every plan, and is not timed.
         ideal = self._chain(key).ideal_time
         again = max(plan.makespan - plan.unplanned.time_ns / 1e9, 0.0)
         slower = again / ideal if ideal else 0.0
         prediction = _prediction(ideal + again, slower) + plan.parts.describe_again(plan.choice)
-        return _Offer(name, plan, slower, prediction), None
+        return _Offer(name, prediction, plan, slower)
 
     def _is_asked_for_chain(self, key: Key) -> bool:
         """Return whether a schedule was computed on request, or an option of chains was given."""
@@ -506,36 +491,28 @@ def _infeasible(error: InfeasibleError | None) -> str:
     return f"needs {format_bytes(error.minimum_bytes)}"
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """Tensor without its values, unless others keep it."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    like: torch.Tensor
+    """Its layout, without memory."""
     device: torch.device
-    requires_grad: bool
     tensor: weakref.ref[torch.Tensor]
 
 
 def _described(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return value
-    return _Form(
-        tuple(value.shape),
-        value.stride(),
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        weakref.ref(value),
-    )
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    like.requires_grad_(value.requires_grad)
+    return _Form(like, value.device, weakref.ref(value))
 
 
 def _made_up(value: Any) -> Any:
     if not isinstance(value, _Form):
         return value
-    known = value.tensor()
-    if known is not None and known.shape == value.shape and known.stride() == value.strides:
-        return known.detach().requires_grad_(value.requires_grad)
-    made = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device=value.device)
-    return made.zero_().requires_grad_(value.requires_grad)
+    like, found = value.like, value.tensor()
+    shape, strides = like.shape, like.stride()
+    if found is None or (found.shape, found.stride()) != (shape, strides):
+        found = torch.empty_strided(shape, strides, dtype=like.dtype, device=value.device).zero_()
+    return found.detach().requires_grad_(like.requires_grad)

@@ -13,11 +13,10 @@ from rotor.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rotor.chain import Chain
     from rotor.engines.chain.plan import Plan
-    from rotor.engines.dynamic.plan import DynamicPlan, StepFigures
+    from rotor.engines.dynamic.engine import DynamicPlan, StepFigures
     from rotor.engines.graph.code.offloading import Layout
     from rotor.engines.graph.planned import GraphPlan
-    from rotor.engines.parts.offloading import PartsTier
-    from rotor.engines.parts.plan import PartsPlan
+    from rotor.engines.parts.plan import PartsPlan, PartsTier
     from rotor.engines.plain import PlainPlan
     from rotor.graph.graph import Graph
     from rotor.graph.program import Program

@@ -23,7 +23,7 @@ from rotor.graph.transfers import Transfer, Transfers, transfers_of
 
 if TYPE_CHECKING:
     from rotor.common.timeline import PredictedTimeline, Timeline
-    from rotor.engines.parts.offloading import PartsTier
+    from rotor.engines.parts.plan import PartsTier
 
 
 FORMAT = "rotor.trace"

@@ -25,8 +25,7 @@ from rotor import memory
 from rotor.common.calls import call_signature
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.undisturbed import trial
-from rotor.engines.dynamic.engine import DynamicEngine
-from rotor.engines.dynamic.plan import DynamicPlan
+from rotor.engines.dynamic.engine import DynamicEngine, DynamicPlan
 from rotor.engines.graph.tracing import false_edges
 from rotor.engines.parts.plan import PartsPlan
 from rotor.engines.parts.probe import weigh

@@ -10,7 +10,7 @@ from torch import nn
 
 import rotor
 from rotor.engines.chain import engine as chain_engine
-from rotor.engines.chain.fitted import Measured, between
+from rotor.engines.chain.measures import Measured, between
 from rotor.meter import allocator as memory
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import rotor
 from rotor.engines.graph import capture
-from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.kinds import Kind
 from rotor.meter import allocator as memory
 
@@ -95,14 +94,13 @@ def test_parts_search_at_their_own_shape_before_they_refuse(
         for orders in kind.orders.values():
             orders[:] = [np.arange(len(kind.lowered.tasks), dtype=np.int32)]
     searched = []
-    search = Captures.search
+    find_programs = Kind.find_programs
 
-    def noted(self: Captures, kinds: Any) -> None:
-        kinds = list(kinds)
-        searched.append(all(kind.is_carried for kind in kinds))
-        search(self, kinds)
+    def noted(self: Kind, *, again: bool = False) -> None:
+        searched.extend([self.is_carried] * again)
+        find_programs(self, again=again)
 
-    monkeypatch.setattr(Captures, "search", noted)
+    monkeypatch.setattr(Kind, "find_programs", noted)
     batch = batch_of(120)
     chk.mem_limit = int(0.6 * plain_peak(model, batch, cnn_loss))
     for _ in range(3):

@@ -12,7 +12,7 @@ import rotor
 from rotor._pytorch import devices
 from rotor.engines.graph import captured_step
 from rotor.engines.graph.code.pricing import outliving_storages
-from rotor.engines.graph.costs.allocations import Recorded, record
+from rotor.engines.graph.costs.allocations import record
 from rotor.engines.graph.costs.profile import Cost, cost_of_row
 from rotor.graph.blocks import RESULT, BlockBytes, pool_bytes, program_bytes
 from rotor.graph.graph import Graph, Operation
@@ -161,19 +161,18 @@ def test_a_failed_step_leaves_the_pool(sim):
 
 def test_orders_within_an_operation_by_hand(sim):
     """Record allocations, results and frees; name both blocks that may be the freed one."""
-    recorded = Recorded()
     device = torch.device("sim", 0)
-    with record(device, recorded) as recorder:
-        with recorder.operation():
+    with record(device) as recorded:
+        with recorded.operation():
             scratch = torch.empty(3000, dtype=torch.uint8, device=device)
             result = torch.empty(5 * MIB, dtype=torch.uint8, device=device)
             del scratch
         del result
-        with recorder.operation():
+        with recorded.operation():
             scratch = torch.empty(4096, dtype=torch.uint8, device=device)
             result = torch.empty(4096, dtype=torch.uint8, device=device)
             del scratch
-        with recorder.operation():
+        with recorded.operation():
             result.zero_()
     assert recorded.orders(0, [5 * MIB]) == ((3072, RESULT, -1),)
     assert recorded.orders(1, [4096]) == ((RESULT, 4096, -2), (4096, RESULT, -1))

@@ -368,7 +368,7 @@ def test_steps_of_parts_are_equal_within_their_limits(sim, tier, monkeypatch):
         found = [int(torch.randint(len(o), (), generator=draw)) for o in options]
         return [max(range(len(options[0])), key=lambda k: options[0][k].tier_bytes), *found[1:]]
 
-    for module in ("pieced", "plan"):
+    for module in ("engine", "plan"):
         monkeypatch.setattr(f"rotor.engines.parts.{module}.choose_within", any_choice)
     plain.load_state_dict(state)
     expected = Trained(sim, plain, data[:1])

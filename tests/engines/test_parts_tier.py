@@ -29,7 +29,7 @@ pytestmark = [
 ]
 WIDTH, ROWS, SECTOR, NO_MORE = 64, 256, 512, 1 << 30
 FAST = Link(1e12, 1e12, padding_bytes=SECTOR)
-PLACES = [f"rotor.engines.parts.{module}.choose_within" for module in ("pieced", "plan")]
+PLACES = [f"rotor.engines.parts.{module}.choose_within" for module in ("engine", "plan")]
 
 
 class Part(nn.Module):

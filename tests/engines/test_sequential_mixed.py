@@ -23,7 +23,7 @@ WIDTH, ROWS = 64, 512
 MIXED = "ffofoorf"
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 ALL = 1 << 30
-PLACES = [f"rotor.engines.parts.{module}.choose_within" for module in ("pieced", "plan")]
+PLACES = [f"rotor.engines.parts.{module}.choose_within" for module in ("engine", "plan")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotor
-from rotor.engines.dynamic.fetches import as_operators
+from rotor.engines.dynamic.additions import as_operators
 from rotor.memory import meter
 
 quiet = pytest.mark.filterwarnings("ignore:no single graph")

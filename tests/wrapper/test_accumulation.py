@@ -22,7 +22,7 @@ from rotor import memory
 from rotor.algorithms import Persistent
 from rotor.chain import Chain
 from rotor.engines.chain.plan import Plan
-from rotor.engines.dynamic.plan import DynamicPlan
+from rotor.engines.dynamic.engine import DynamicPlan
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.making import make_graph_plan
 from rotor.engines.graph.planned import GraphPlan

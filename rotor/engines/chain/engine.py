@@ -20,8 +20,6 @@ from rotor.chain import Chain
 from rotor.common.calls import mode_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
-from rotor.engines.chain import collective
-from rotor.engines.chain.fitted import described, inferred
 from rotor.engines.chain.growth import (
     StageWatch,
     kept_until_backward,
@@ -32,10 +30,9 @@ from rotor.engines.chain.growth import (
     with_other_input,
 )
 from rotor.engines.chain.measure import Measuring, measure
-from rotor.engines.chain.measures import Inspection
+from rotor.engines.chain.measures import Inspection, inferred
 from rotor.engines.chain.observe import Observation
-from rotor.engines.chain.plan import Plan, loss_reserve, make_chain_plan, with_executor
-from rotor.engines.chain.proofs import ChainProof, StageOrigins, stages_before
+from rotor.engines.chain.plan import Plan, loss_reserve, make_chain_plan, with_executor, with_proofs
 from rotor.engines.chain.published import (
     LoadedSequence,
     PublishedChain,
@@ -44,16 +41,26 @@ from rotor.engines.chain.published import (
 )
 from rotor.engines.chain.run import Run, run_chain
 from rotor.engines.chain.segments import Around
-from rotor.engines.chain.sharded import ShardedRun, find_sharding
+from rotor.engines.chain.sharded import (
+    ShardedMeasuring,
+    ShardedRun,
+    find_sharding,
+    joined_measures,
+    measuring,
+    plan_once,
+    share_loss,
+    with_final_reduce,
+)
+from rotor.engines.chain.snapshot import ChainProof, StageOrigins, stages_before
 from rotor.engines.chain.stages import Stage, find_stages, made_gradients, shared_parameters
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter, Unsuited
 from rotor.engines.learning import MeteredEngine, confirmed, plan_with_guess
 from rotor.engines.peers import SharingRanks
 from rotor.engines.proofs import RunProof, ShardedProof, StepProof
 from rotor.errors import InfeasibleError
-from rotor.meter import allocator
 from rotor.meter.allocator import storage_bytes
-from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.meter.step_meter import StepBytes
+from rotor.report.text import Text
 from rotor.units import exact_bytes, format_bytes, parse_bytes
 
 logger = logging.getLogger("rotor")
@@ -160,28 +167,31 @@ class ChainEngine(PublishedChain, MeteredEngine):
         """Measure every stage on the input of a call."""
         arg, peers, sharding = call.args[0], self.context.peers, self._sharding
         stages = find_stages(self.context.module)
-        problem: Exception | None = None
-        try:
-            self.context.check_devices(arg)
-            cancel_running()
-            with allocator.meter(tree_tensors(arg)[0].device):
-                pass
-        except Exception as error:
-            problem = error
-        peers.all_well(problem)
+        self.prepare_measuring(arg)
         measuring_class: type[Measuring] = Measuring
         around: AbstractContextManager[None] = nullcontext()
         if sharding is not None:
             stages = sharding.stages(stages)
-            measuring_class = collective.ShardedMeasuring
-            around = collective.measuring(sharding, stages)
+            measuring_class = ShardedMeasuring
+            around = measuring(sharding, stages)
         inspection = self._inferred(key, stages, arg) if peers.ranks is None else None
         if inspection is None:
-            inspection = self._measured(stages, call, measuring_class, around)
+            with around, progress(len(stages), "measuring the stages") as update:
+                inspection = measure(
+                    stages,
+                    arg,
+                    loss_fn=self.context.loss_of(call),
+                    targets=call.targets or (),
+                    progress=update,
+                    measuring_class=measuring_class,
+                    few_rounds=self.settings.planning == "background",
+                    observed=self._observed,
+                    ranks=peers.ranks,
+                )
         if peers.ranks is not None:
-            inspection = collective.joined_measures(peers.ranks, inspection)
+            inspection = joined_measures(peers.ranks, inspection)
         if sharding is not None:
-            inspection = collective.with_final_reduce(sharding, inspection)
+            inspection = with_final_reduce(sharding, inspection)
         merged = [stage.name for stage in inspection.stages if len(stage.names) > 1]
         if merged:
             logger.info("merged because they cannot be cut apart: %s", ", ".join(merged))
@@ -192,26 +202,6 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self.names = [stage.name for stage in inspection.stages]
         self.functions = modules_of(inspection.stages)
         return inspection
-
-    def _measured(
-        self,
-        stages: list[Stage],
-        call: Call,
-        measuring_class: type[Measuring],
-        around: AbstractContextManager[None],
-    ) -> Inspection:
-        with around, progress(len(stages), "measuring the stages") as update:
-            return measure(
-                stages,
-                call.args[0],
-                loss_fn=self.context.loss_of(call),
-                targets=call.targets or (),
-                progress=update,
-                measuring_class=measuring_class,
-                few_rounds=self.settings.planning == "background",
-                observed=self._observed,
-                ranks=self.context.peers.ranks,
-            )
 
     def _inferred(self, key: Key, stages: Sequence[Stage], arg: Any) -> Inspection | None:
         """Return a measure that follows from earlier ones; ``None`` if there is none."""
@@ -225,7 +215,9 @@ class ChainEngine(PublishedChain, MeteredEngine):
     @property
     def remarks(self) -> Sequence[Any]:
         """Note on the inputs whose measures follow from others."""
-        return described(len(self._fitted), len(self._inspections))
+        kinds, fitted = len(self._inspections), len(self._fitted)
+        text = f"inputs of {kinds} kinds: {kinds - fitted} measured, {fitted} between"
+        return [Text(text)] if fitted else []
 
     def _observed(self, stages: Sequence[Stage], seen: Sequence[Observation]) -> None:
         """Raise Unsuited for models that only a graph of operations can follow; warn of kept
@@ -257,14 +249,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             if is_free and not is_fed and self.context.peers.ranks is None:
                 logger.info("planned as a graph of operations, not as a chain: %s", reason)
                 raise Unsuited(reason)
-        if varying:
-            self.context.warn(
-                "varying",
-                f"stage {', '.join(varying)} gave other bits in a second run from the same state: "
-                "it is never recomputed, and what it makes is kept. It depends on state that "
-                "cannot be set back, or one of its kernels is not deterministic "
-                "(torch.use_deterministic_algorithms)",
-            )
+        self.warn_varying("stage", varying)
 
     # -- planning
 
@@ -351,12 +336,13 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if self.settings.mem_slots is not None:
             options.setdefault("mem_slots", self.settings.mem_slots)
         if ranks is not None:
-            collective.share_loss(ranks, self.context.learned_loss, key.measured)
+            share_loss(ranks, self.context.learned_loss, key.measured)
         chain = self._chain(key)
 
         def plan_under(limit_bytes: int, reserved: int, chain: Chain = chain) -> Plan:
             with progress(1, "computing the schedule") as update:
-                return make_chain_plan(
+                make = partial(
+                    make_chain_plan,
                     inspection,
                     chain,
                     limit_bytes,
@@ -367,8 +353,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
                     progress=update,
                     collective_bytes=self._collective_bytes(inspection),
                     plain_tail=self._may_leave_tail,
-                    verify=self.settings.verify,
                 )
+                return with_proofs(make, inspection, limit_bytes, self.settings.verify)
 
         is_guessed = (
             key.measured not in self.context.learned_loss
@@ -392,7 +378,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             return plan
 
         if ranks is not None:
-            plan = collective.plan_once(
+            plan = plan_once(
                 ranks,
                 plan_under,
                 limit_bytes,
@@ -466,6 +452,10 @@ class ChainEngine(PublishedChain, MeteredEngine):
         meter = start()
         watch = stage_watch(self, plan) if meter is None else None
         runs: list[weakref.ref[Run]] = []
+
+        def is_pending() -> bool:
+            return any(run is not None and not run.is_done() for run in [ref() for ref in runs])
+
         output = run_chain(
             plan.inspection.stages if watch is None else watch.stages,
             plan.schedule,
@@ -485,14 +475,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
             observer.forward_done(output)
         if not plan.holds_output:
             watch_output(self, plan, output)
-        kept = None if runs else kept_until_backward(output)
-
-        def is_pending() -> bool:
-            if kept is not None:
-                return (step := kept()) is not None and not step.is_done
-            return any(run is not None and not run.is_done() for run in [ref() for ref in runs])
-
-        return self.context.with_loss(output, call.targets), is_pending
+        pending = is_pending if runs else kept_until_backward(output)
+        return self.context.with_loss(output, call.targets), pending
 
     def _proof_of(self, plan: Plan) -> StepProof | None:
         """Return the proof of the next step; ``None`` if that step is not verified."""

@@ -21,7 +21,7 @@ from rotor.engines.chain.measure import measure
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.observe import Observation, kept_bytes
 from rotor.engines.chain.stages import Stage
-from rotor.meter.watch import note_peak, warn_excess
+from rotor.meter.watch import warn_excess
 from rotor.units import exact_bytes
 
 _MOST = 3
@@ -248,12 +248,7 @@ def _learn_growth(engine: Any, plan: Any, watch: StageWatch) -> None:
 def _excess(engine: Any, plan: Any) -> int:
     """Note the need of a plan by the latest costs; return it where it is over the limit, else 0."""
     peak: int = engine.repriced(plan)
-    note_peak(plan, peak)
-    if peak <= plan.limit_bytes:
-        return 0
-    plan.measured_bytes = max(plan.measured_bytes or 0, peak)
-    plan.outdated = engine.context.is_current(plan)
-    return peak
+    return peak if engine.exceeds(plan, peak) else 0
 
 
 class _Kept:
@@ -265,12 +260,16 @@ class _Kept:
         self.is_done = True
 
 
-def kept_until_backward(output: Any) -> weakref.ref[_Kept] | None:
-    """Return what lives, and is not done, until an output's graph has run or is dropped."""
+def kept_until_backward(output: Any) -> Callable[[], bool] | None:
+    """Return the function that tells if an output's graph, if any, has neither run nor is dropped.
+
+    It is for a step without recomputation.
+    """
     for tensor in tree_tensors(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(kept := _Kept())
-            return weakref.ref(kept)
+            found = weakref.ref(kept)
+            return lambda: (step := found()) is not None and not step.is_done
     return None
 
 

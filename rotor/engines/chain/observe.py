@@ -195,10 +195,10 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(value)
 
 
-def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the graph that tensors end, each once."""
+def nodes_of(tensors: Sequence[torch.Tensor], beyond: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of the graph that tensors end, each once, up to the nodes `beyond`."""
     waiting = [t.grad_fn for t in reversed(tensors) if t.grad_fn is not None]
-    seen: set[Any] = set()
+    seen = set(beyond)
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -211,7 +211,7 @@ def _nodes_of(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
 def _walk(value: Any, known: set[int]) -> _Walk:
     walk = _Walk(outputs=[_digest(tensor) for tensor in tree_tensors(value)])
     walk.variables += [t for t in tree_tensors(value) if t.requires_grad and t.grad_fn is None]
-    for node in _nodes_of(tree_tensors(value)):
+    for node in nodes_of(tree_tensors(value)):
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             walk.variables.append(variable)
@@ -233,7 +233,7 @@ def kept_bytes(stage: Stage, x: Any, y: Any) -> int:
     The stage's input, parameters and buffers do not count.
     """
     tensors = list(tree_tensors(y))
-    for node in _nodes_of(tree_tensors(y)):
+    for node in nodes_of(tree_tensors(y)):
         tensors += _saved_tensors(node)
     sizes = core.storages_of(filter(_is_strided, tensors))
     own = [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -295,46 +295,15 @@ def _has_parts(inspection: Inspection, name: str) -> bool:
     return any(isinstance(f, nn.Module) and any(f.children()) for f in functions)
 
 
-def make_chain_plan(
-    inspection: Inspection,
-    chain: Chain,
-    limit_bytes: int,
-    algorithm: DynamicAlgorithm,
-    *,
-    reserve_bytes: int = 0,
-    rng: bool = True,
-    options: dict[str, Any] | None = None,
-    progress: ProgressCallback | None = None,
-    collective_bytes: int = 0,
-    plain_tail: bool = True,
-    verify: str | int = "off",
+def with_proofs(
+    make: Callable[..., Plan], inspection: Inspection, limit_bytes: int, verify: str | int
 ) -> Plan:
-    """Return the best schedule of the algorithm under a limit on bytes above the level at its
-    start.
+    """Return the plan of `make(verified=flag)` under a limit, with proofs if it has room for them.
 
-    The `options` are keywords of the algorithm's ``solve``. `reserve_bytes` are set aside beside
-    the predicted ones, and `collective_bytes` are kept beside the needs of the chain and the
-    executor. With `plain_tail`, plain autograd may run the last stages; `verify` names the steps in
-    which recomputed values are compared.
-
-    Raises InfeasibleError if no schedule fits; its `minimum_bytes` is the least limit with a
-    schedule, counted as `limit_bytes` is.
+    `verify` names the steps in which recomputed values are compared.
     """
     compared = _most_compared(inspection)
     has_proofs = has_room(inspection.device, compared, limit_bytes)
-    make = partial(
-        _make_chain_plan,
-        inspection,
-        chain,
-        limit_bytes,
-        algorithm,
-        reserve_bytes=reserve_bytes,
-        rng=rng,
-        options=dict(options or {}),
-        progress=progress,
-        collective_bytes=collective_bytes,
-        plain_tail=plain_tail,
-    )
     try:
         plan = make(verified=verify != "off" and has_proofs)
     except InfeasibleError as error:
@@ -348,7 +317,7 @@ def make_chain_plan(
     return plan
 
 
-def _make_chain_plan(
+def make_chain_plan(
     inspection: Inspection,
     chain: Chain,
     limit_bytes: int,
@@ -362,7 +331,17 @@ def _make_chain_plan(
     plain_tail: bool,
     verified: bool,
 ) -> Plan:
-    """Return the best schedule under a limit, with or without the bytes of verified steps."""
+    """Return the best schedule of the algorithm under a limit on bytes above the level at its
+    start.
+
+    The `options` are keywords of the algorithm's ``solve``. `reserve_bytes` are set aside beside
+    the predicted ones, and `collective_bytes` are kept beside the needs of the chain and the
+    executor, with those of verified steps if `verified`. With `plain_tail`, plain autograd may run
+    the last stages.
+
+    Raises InfeasibleError if no schedule fits; its `minimum_bytes` is the least limit with a
+    schedule, counted as `limit_bytes` is.
+    """
     n = len(chain)
     resident = chain.x_bytes[0]
 

@@ -120,11 +120,7 @@ class Stage:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require a gradient now, once each."""
-        found = {}
-        for parameter in self.current_parameters():
-            if parameter is not None and parameter.requires_grad:
-                found[id(parameter)] = parameter
-        return list(found.values())
+        return trainable(self.current_parameters())
 
     plain_parameters = parameters
     """Function that returns those among them that autograd sees, which FSDP2 does not gather."""
@@ -147,6 +143,12 @@ class Stage:
 
     def __repr__(self) -> str:
         return f"<Stage {self.name}>"
+
+
+def trainable(parameters: Iterable[Any]) -> list[nn.Parameter]:
+    """Return those of the parameters that require a gradient, once each."""
+    found = {id(p): p for p in parameters if p is not None and p.requires_grad}
+    return list(found.values())
 
 
 def is_plain_sequential(module: Any) -> bool:

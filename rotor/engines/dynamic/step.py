@@ -37,8 +37,7 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.context import Unfollowed, current
 from rotor.dtr.stepping import StepSession
 from rotor.engines.around import around, is_around
-from rotor.engines.dynamic.additions import Additions, Arrivals, Undo
-from rotor.engines.dynamic.fetches import as_operators
+from rotor.engines.dynamic.additions import Additions, Arrivals, Undo, as_operators
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
 from rotor.units import exact_bytes

@@ -46,8 +46,7 @@ from rotor.engines.around import attach
 from rotor.engines.contract import NothingToPlan
 from rotor.engines.graph.code.early import Delivery, EarlyStep
 from rotor.engines.graph.code.emit import Emitted, is_unchecked, read_primals, saved_primals
-from rotor.engines.graph.code.late_reads import LateReads
-from rotor.engines.graph.code.numbers import numbers_of, write_numbers
+from rotor.engines.graph.code.numbers import LateReads, numbers_of, write_numbers
 from rotor.engines.graph.costs.profile import warm_up_scripts
 from rotor.engines.graph.costs.symbols import origin_values
 from rotor.engines.graph.tracing.alike import alike_modules

@@ -17,15 +17,12 @@ from rotor.common.accounting import (
 )
 from rotor.common.checksums import has_room
 from rotor.engines.graph.capture import Capture, Captured
-from rotor.engines.graph.code.actions import runs_among
-from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import EarlyCode, Owners
 from rotor.engines.graph.code.emit import Emitted, emit
-from rotor.engines.graph.code.handover import with_handovers
+from rotor.engines.graph.code.handover import Away, with_handovers
 from rotor.engines.graph.code.offloading import Layout, layout_of
 from rotor.engines.graph.code.pricing import Pooling, build_graph, outliving_storages, sizes_of
 from rotor.engines.graph.code.proving import Prover, checksums_of, proving_bytes
-from rotor.engines.graph.costs.collectives import late_bytes
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.false_edges import DEVICES
 from rotor.engines.graph.tracing.lowering import Lowered
@@ -155,10 +152,6 @@ class CapturedStep:
         is_known = self.captured.absent is not None
         on_cpu = all(value.device.type in DEVICES for value in values)
         return large if on_cpu and not is_known and len(large) < len(values) else frozenset()
-
-    def variants(self) -> list[CapturedStep]:
-        """Return the step, and the results of `variant`."""
-        return [self, *self._variants.values()]
 
     def forget_programs(self) -> None:
         """Drop the code of programs: the limit or an option has changed."""
@@ -309,15 +302,16 @@ class CapturedStep:
         if any(device.type == "cpu" for device in self._devices):
             changed += late_bytes(self.lowered, self.costs)
         return changed + max(
-            executor_bytes(device, replayed)
+            scalar_bytes(device.type)
+            + generator_bytes(device.type, replayed)
             + (proving_bytes(self.lowered, device, compared) if proves else 0)
             for device in self._devices
         )
 
     def executor_bytes_of(self, numbers: list[int], limit_bytes: int) -> int:
         """Return the bytes kept beside the graph's storages while a program's actions run."""
-        ops = runs_among(self.lowered, numbers)
-        runs = np.bincount(ops, minlength=len(self.lowered.tasks))
+        count = len(self.lowered.tasks)
+        runs = np.bincount([k for k in numbers if k < count], minlength=count)
         replayed = sum(task.random and runs[k] > 1 for k, task in enumerate(self.lowered.tasks))
         return self.executor_bytes(int(replayed), checksums_of(self.lowered, numbers), limit_bytes)
 
@@ -355,6 +349,11 @@ class CapturedStep:
         return given_bytes or self.assumed_loss_bytes
 
 
-def executor_bytes(device: torch.device, replayed: int) -> int:
-    """Return the bytes of the caller's scalars and of the random states kept for replayed draws."""
-    return scalar_bytes(device.type) + generator_bytes(device.type, replayed)
+def late_bytes(lowered: Lowered, costs: Sequence[Cost]) -> int:
+    """Return the most bytes of a finished collective that a thread of gloo may still hold."""
+    found = [0]
+    for number in lowered.collectives:
+        cost = costs[number]
+        sizes = [lowered.storages[storage][0] for storage in lowered.tasks[number].inputs]
+        found.append(max(cost.workspace_bytes, *sizes, *cost.made_bytes))
+    return max(found)

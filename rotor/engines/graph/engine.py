@@ -33,15 +33,15 @@ from rotor.engines.graph.calls import captured_key, check_arguments, gives_plain
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import Choices, choose_groups
-from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.emit import Emitted
+from rotor.engines.graph.code.handover import Away
 from rotor.engines.graph.code.numbers import ModelNumbers
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import loaded_plan, make_graph_plan
-from rotor.engines.graph.planned import GraphPlan, lower_bound_of, repriced
+from rotor.engines.graph.planned import GraphPlan, lower_bound_of
 from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import (
     Sizing,
@@ -49,14 +49,14 @@ from rotor.engines.graph.sizing import (
     note_reads,
     warn_unrepeatable,
 )
-from rotor.engines.graph.tracing.collectives import groups_of
+from rotor.engines.graph.tracing.fetches import groups_of
 from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.engines.proofs import StepProof
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.planner import PlanCurve, check_options
-from rotor.graph.program import Program
+from rotor.graph.program import simulate
 from rotor.meter.step_meter import StepBytes, cancel_running
 from rotor.report.text import Text
 from rotor.tier.offload import check_device
@@ -304,29 +304,14 @@ class GraphEngine(MeteredEngine):
     # -- planning
 
     @property
-    def graph(self) -> Graph:
-        """Cost model of the latest planned step; ValueError: no plan, or no graph."""
-        return self.graph_plan().graph
-
-    @property
-    def program(self) -> Program:
-        """Program of the latest planned step; ValueError: no plan, or no graph."""
-        return self.graph_plan().program
-
-    @property
     def options(self) -> dict[str, Any]:
         """Options of the planner."""
         return self.settings.options
 
-    def graph_plan(self) -> GraphPlan:
-        """Return the latest plan; raise ValueError without one, or without a graph."""
-        plan = self.context.latest
-        if plan is None:
-            raise ValueError("no plan was made: call compute_sequence(), or train a step")
-        if plan.key is None or plan.key.measured not in self.steps:
-            raise ValueError(f"the model runs without a graph: {plan.reason}")
-        found: GraphPlan = plan
-        return found
+    def without_graph(self, plan: Any) -> str:
+        """Return why a plan has no graph; empty if it has one."""
+        has_graph = plan.key is not None and plan.key.measured in self.steps
+        return "" if has_graph else f"the model runs without a graph: {plan.reason}"
 
     def cost_model(self) -> Graph:
         """Return the graph of the latest measured step; raise ValueError without a single one."""
@@ -612,4 +597,6 @@ class GraphEngine(MeteredEngine):
     def repriced(self, plan: GraphPlan) -> int:
         """Return the peak of a plan's program with the latest loss."""
         step = plan.step.base.variant(plan.step.existing, plan.step.absent_tangents)
-        return repriced(plan, self._loss_bytes(plan.key), step)
+        graph = step.graph(self._loss_bytes(plan.key))
+        program = simulate(graph, plan.program.actions, plan.program.link)
+        return program.peak_bytes + plan.executor_bytes

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from rotor._pytorch import core
 from rotor.common.background import Executor, Stopped, ThreadJob
@@ -34,6 +34,7 @@ from rotor.engines.graph.planned import GraphPlan, PlanningRecord
 from rotor.engines.graph.searching import Kept, Known, Order, options_number, program_of
 from rotor.engines.graph.shapes import ShapeStep, Values
 from rotor.engines.graph.sizing import Families
+from rotor.engines.graph.tracing.alike import own_slots
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError
 from rotor.graph import planner
@@ -224,7 +225,7 @@ class Improver:
         keep_unrepeatable(lowered, [cost.flags for cost in costs])
         self.rough.pop(key.measured, None)
         if rough:
-            slots = {id(core.value_in(slot)): slot for slot in _slots(self.context.module)}
+            slots = own_slots(self.context.module)
             given = tree_tensors((*call.arguments, call.targets))
             leaves = {id(tensor): number for number, tensor in enumerate(given)}
             pairs = list(zip(lowered.primals, primals, strict=False))
@@ -601,11 +602,3 @@ def _take_costs(step: CapturedStep, refinement: Refinement) -> None:
     refinement.keep()
     keep_from_now_on(step.captured.lowered, refinement.differing)
     step.set_costs(refinement.costs())
-
-
-def _slots(module: nn.Module) -> list[core.Slot]:
-    return [
-        slot
-        for part in module.modules()
-        for slot in (*core.parameter_slots(part), *core.buffer_slots(part))
-    ]

@@ -26,7 +26,6 @@ from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
-from rotor.engines.graph.costs.repeating import keep_from_now_on
 from rotor.engines.graph.tracing import marks
 from rotor.engines.proofs import StepProof
 from rotor.graph import planner
@@ -255,8 +254,6 @@ class GraphPlan(Metered):
         """Return the program with comparisons; gradients wait for its end if the limit permits."""
         lowered, actions = self.step.lowered, self.program.actions.tolist()
         whole = self.step.captured.lowered
-        # Compiled code may outlive the plan, whose pool must go with it.
-        refuted = functools.partial(keep_from_now_on, whole)
         # What is away has to leave in every step: nothing else takes it to its home.
         if self.step.hands_over and self.step.away is None:
             number = {id(task): k for k, task in enumerate(whole.tasks)}
@@ -268,11 +265,11 @@ class GraphPlan(Metered):
             graph = build_graph(whole, [costs[id(t)] for t in whole.tasks], self.loss_bytes)
             program = simulate(graph, held, self.program.link)
             if program.peak_bytes + self.executor_bytes <= self.limit_bytes:
-                prover = Prover(whole, refuted)
+                prover = Prover(whole, whole)
                 known = [costs[id(t)] for t in whole.tasks]
                 pooling = self.step.pooling(whole, known)
                 return emit(whole, held, (), prover, self.layout, pooling), prover
-        prover = Prover(lowered, refuted)
+        prover = Prover(lowered, whole)
         return self.step.code(actions, self.layout, prover), prover
 
     def _early_code(self, code: Emitted, spread: bool) -> EarlyCode | None:
@@ -335,13 +332,6 @@ def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:
     """Return bytes below which no program of a step can stay."""
     bound = planner.lower_bound(graph, moves=step.offload is not None)
     return bound + step.executor_bytes(0, 0, limit_bytes)
-
-
-def repriced(plan: GraphPlan, loss_bytes: int, step: CapturedStep | None = None) -> int:
-    """Return the predicted need of a plan's program with another loss, or other tangents."""
-    graph = (step or plan.step).graph(loss_bytes)
-    program = simulate(graph, plan.program.actions, plan.program.link)
-    return program.peak_bytes + plan.executor_bytes
 
 
 _FIRST_STEPS, _STEPS = 3, 16

@@ -21,9 +21,8 @@ from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.engines.graph.capture import Captured
 from rotor.engines.graph.captured_step import CapturedStep, homes_of
-from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.emit import Emitted
-from rotor.engines.graph.code.handover import with_handovers
+from rotor.engines.graph.code.handover import Away, with_handovers
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph, search, transfers
 from rotor.engines.graph.code.proving import Prover

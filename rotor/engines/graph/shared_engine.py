@@ -24,9 +24,8 @@ from rotor.engines.contract import (
 )
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.costs.collectives import priced_together
 from rotor.engines.graph.engine import GraphEngine
-from rotor.engines.graph.making import ON_ITS_OWN, OtherGraphs, check_same
+from rotor.engines.graph.making import ON_ITS_OWN, OtherGraphs, check_same, priced_together
 from rotor.engines.graph.planned import GraphPlan
 from rotor.errors import CaptureError
 from rotor.report.text import Text

@@ -21,8 +21,8 @@ from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import choose_groups
-from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of
+from rotor.engines.graph.code.handover import Away
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.recorded import MEASURED, price
 from rotor.engines.graph.costs.repeating import described_unrepeatable, keep_unrepeatable

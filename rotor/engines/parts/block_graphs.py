@@ -66,8 +66,7 @@ class GraphCalls:
         captures: Captures,
     ) -> None:
         self._stages = {stage.module: stage for stage in stages}
-        resident = [*model.parameters(), *model.buffers(), *tree_tensors(arguments)]
-        self._saves = Saves(resident, lambda *_: None)
+        self._saves = Saves(model, arguments)
         self._captures = captures
         self._outputs: dict[nn.Module, set[int]] = {}
         self._watched: list[tuple[torch.Tensor, int, nn.Module]] = []

@@ -24,14 +24,12 @@ from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
 from rotor.common.tensor_trees import Flags, output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
-from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.parts.block_graphs import (
     BlockGraph,
     GraphCalls,
     share_graphs,
     share_programs,
 )
-from rotor.engines.parts.block_proofs import Kept, observe_blocks
 from rotor.engines.parts.blocks import (
     AGAIN,
     FIRST_PROGRAM,
@@ -39,11 +37,14 @@ from rotor.engines.parts.blocks import (
     BlockStage,
     BlockStep,
     Calls,
+    Kept,
     NoBlocks,
     apart,
+    observe_blocks,
 )
 from rotor.engines.parts.captures import Captures
-from rotor.engines.parts.plan import Parts, PartsPlan
+from rotor.engines.parts.kinds import Kind
+from rotor.engines.parts.plan import Parts, PartsPlan, Placement, place_of
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import (
     Bases,
@@ -55,7 +56,6 @@ from rotor.graph.assembly import (
     simulate,
 )
 from rotor.graph.link import Link
-from rotor.graph.program import Program
 from rotor.meter import allocator
 from rotor.tier.offload import Offload
 from rotor.timing import Clock
@@ -102,6 +102,10 @@ class Block:
         programs = [self.options[AGAIN]] * len(self.options[FIRST_PROGRAM:])
         return [*self.options[:FIRST_PROGRAM], *programs]
 
+    def running(self, k: int) -> Kind | None:
+        """Return the graph that runs under option `k`; ``None`` without one."""
+        return self.graph.kind if k >= FIRST_PROGRAM and self.graph and not self.is_lost else None
+
     def program_options(self) -> list[Option]:
         """Return the options that are programs of its graph, by the measured levels."""
         if self.graph is None:
@@ -141,17 +145,11 @@ class Blocks(Parts):
     link: Link | None = None
     """Link to the second tier for which programs were searched."""
 
-    def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
+    def programs(self, choice: Sequence[int]) -> list[Placement | None]:
         """Return the programs of a choice, with the places of their values in the tier."""
-        found: list[tuple[Program, Layout | None] | None] = []
-        for block, k in zip(self.sites, choice, strict=True):
-            runs = k >= FIRST_PROGRAM and block.graph is not None and not block.is_lost
-            if runs and block.graph is not None:
-                kind, number = block.graph.kind, k - FIRST_PROGRAM
-                found.append((kind.programs[number], kind.layout(number)))
-            else:
-                found.append(None)
-        return found
+        kinds = [b.running(k) for b, k in zip(self.sites, choice, strict=True)]
+        numbered = zip(kinds, choice, strict=True)
+        return [None if kind is None else kind.program(k - FIRST_PROGRAM) for kind, k in numbered]
 
     def may_offload(self) -> bool:
         """Return whether a block has a graph that a step can still run."""
@@ -160,11 +158,12 @@ class Blocks(Parts):
             for block in self.sites
         )
 
-    def follow_link(self, ranks: Ranks, captures: Captures) -> None:
+    def follow_link(self, ranks: Ranks) -> None:
         """Add programs for another speed of the tier; a collective operation."""
         self.link = None if self.offload is None else self.offload.link
         graphs = [block.graph for block in self.sites]
-        captures.follow_link(graph.kind for graph in graphs if graph is not None)
+        for kind in dict.fromkeys(graph.kind for graph in graphs if graph is not None):
+            kind.follow_link()
         share_programs(ranks, graphs)
         for block in self.sites:
             if len(block.options) > FIRST_PROGRAM:
@@ -188,10 +187,9 @@ class Blocks(Parts):
     def recomputes(self, choice: Sequence[int]) -> bool:
         """Return whether a block, or an operation in one, is computed again."""
         return any(self.recomputed(choice)) or any(
-            block.graph is not None
-            and k >= FIRST_PROGRAM
-            and block.graph.kind.verified(k - FIRST_PROGRAM) is not None
+            kind.recomputes(k - FIRST_PROGRAM)
             for block, k in zip(self.sites, choice, strict=True)
+            if (kind := block.running(k)) is not None
         )
 
     def unrepeatable(self) -> list[str]:
@@ -236,13 +234,8 @@ class Blocks(Parts):
 
     def shifted(self, extra_bytes: int) -> Blocks:
         """Return the blocks with `extra_bytes` more at every moment."""
-        return replace(self, bases=_shifted(self.bases, extra_bytes))
-
-
-def _shifted(bases: Bases, extra: int) -> Bases:
-    return Bases(
-        *(tuple(size + extra for size in p) for p in (bases.forward, bases.backward, bases.between))
-    )
+        parts = self.bases.forward, self.bases.backward, self.bases.between
+        return replace(self, bases=Bases(*(tuple(b + extra_bytes for b in p) for p in parts)))
 
 
 # -- measuring
@@ -369,12 +362,11 @@ def _measured(
     try:
         marks = _Marks(meter, device)
         with BlockStep(
-            [block.stage for block in blocks],
-            [block.flags for block in blocks],
+            blocks,
             [AGAIN] * len(blocks),
             device,
             preserve_rng_state=preserve_rng_state,
-            marks=marks,
+            mark=marks.mark,
             details=True,
         ):
             output = call()
@@ -409,17 +401,11 @@ def _priced(
     }
     count = len(blocks)
     base = sharding.base_bytes(device) + sharding.all_reduced_bytes + scalar_bytes(device.type)
-    forward, backward, between = [0] * count, [0] * count, [0] * (count + 1)
+    found = {"forward": [0] * count, "backward": [0] * count, "between": [0] * (count + 1)}
     for name, (_, peak, _) in segments.items():
-        kind, _, number = name.partition(" ")
-        k = int(number) if number else count
-        if kind == "forward":
-            forward[k] = peak + base
-        elif kind in ("backward", "recorded"):
-            backward[k] = max(backward[k], peak + base)
-        else:
-            place = {"start": 0, "after": k + 1}.get(kind, k)
-            between[place] = max(between[place], peak + base)
+        part, k = place_of(name, count)
+        found[part][k] = max(found[part][k], peak + base)
+    forward, backward, between = found.values()
     for k, block in enumerate(blocks):
         block.options = _options(k, block, segments, rounds, backward[k] - base)
     last = median_low(r.segments[-1].end_bytes for r in rounds) + base

@@ -5,15 +5,16 @@ A model that is no chain runs as it is; only the forwards of the modules that FS
 FSDP2, which gather its parameters before the forward and before the backward, and reduce its
 gradients after. So the block runs once without a graph; its node's backward runs it again with one,
 and a nested ``torch.autograd.backward`` through it leaves the gradients of whole parameters where
-its hooks look for them.
+its hooks look for them. Blocks that do not repeat are found by measuring, and in verified steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -21,29 +22,27 @@ from torch import nn
 from rotor._pytorch import core, fsdp
 from rotor.algorithms.sequence import Backward, ForwardCheck, ForwardEnable, Loss
 from rotor.common.calls import call_signature
-from rotor.common.ranks import entered
+from rotor.common.checksums import Proved, recomputation_error
+from rotor.common.ranks import Ranks, entered
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import Flags, check_output, grad_flags, tree_tensors, versions
 from rotor.common.undisturbed import copied_arguments, gradients_aside, trial, values_kept
+from rotor.engines.chain.observe import Observation, Observer, nodes_of, note_state
 from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
+from rotor.engines.chain.snapshot import CURE, StageOrigins, python_before
+from rotor.engines.chain.stages import Stage
 from rotor.engines.parts.kinds import backward_marks
-from rotor.engines.parts.offloading import PlacedStep
+from rotor.engines.parts.plan import PlacedStep
 from rotor.engines.parts.probe import Saves
+from rotor.engines.proofs import VARIED, Difference, RunProof, ShardedProof, buffers_before
 
 AGAIN, KEPT, FIRST_PROGRAM = 0, 1, 2
 """Options of a block: computed again, kept by autograd, the programs of its graph."""
 
 _TWICE = Schedule([ForwardCheck(0), Loss(1), ForwardEnable(0), Backward(0)], 1, plain_tail=False)
 """Schedule of a block that is computed again."""
-
-
-class Marks(Protocol):
-    """Receiver of the parts of a step, such as a meter."""
-
-    def mark(self, name: str) -> None:
-        """Begin a part of the step."""
 
 
 class BlockStage(ShardedStage):
@@ -137,40 +136,36 @@ class BlockRun(ShardedRun):
 
 
 class BlockStep:
-    """Context in which the blocks of a model run as planned.
+    """Context in which blocks of a model (`block_plan.Block`) run as planned.
 
     The choice has an option for each block: `AGAIN`, `KEPT`, or a program, counted from
-    `FIRST_PROGRAM`. `marks` receives "forward k", "after k", "backward k" and "before k" for block
-    k; with `details` also "recorded k", between recomputation and backward. `proof` compares
+    `FIRST_PROGRAM`. `mark` is called with "forward k", "after k", "backward k" and "before k" of
+    block k; with `details` also "recorded k", between recomputation and backward. `proof` compares
     recomputed values in verified steps, and `placed` has the places of offloaded values, if there
     are any.
     """
 
     def __init__(
         self,
-        stages: Sequence[BlockStage],
-        flags: Sequence[Flags],
+        blocks: Sequence[Any],
         choice: Sequence[int],
         device: torch.device,
-        graphs: Sequence[Any] = (),
         *,
         preserve_rng_state: bool = True,
-        marks: Marks | None = None,
+        mark: Callable[[str], object] | None = None,
         details: bool = False,
         proof: Any = None,
         placed: PlacedStep | None = None,
     ) -> None:
         self._proof = proof
         self._placed = placed or PlacedStep()
-        self._stages = stages
-        self._flags = flags
+        self._blocks = blocks
         self._choice = choice
-        self._graphs = graphs
         self._device = device
         self._preserve_rng_state = preserve_rng_state
-        self._marks = marks
+        self._mark = mark
         self._details = details
-        self._places = {stage.module: k for k, stage in enumerate(stages)}
+        self._places = {block.stage.module: k for k, block in enumerate(blocks)}
         self._called: set[int] = set()
         self.failed: list[int] = []
         """Blocks whose program could not run, and that are computed again instead."""
@@ -178,8 +173,8 @@ class BlockStep:
     def __enter__(self) -> Self:
         self._replaced = PatchedForwards(self._places, self._runner)
         self._replaced.__enter__()
-        if self._marks is not None:
-            self._marks.mark("start")
+        if self._mark is not None:
+            self._mark("start")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -193,33 +188,31 @@ class BlockStep:
             if not torch.is_grad_enabled() or k in self._called:
                 return forward(*args, **kwargs)
             self._called.add(k)
-            marks = self._marks
-            if marks is not None:
-                marks.mark(f"forward {k}")
+            if self._mark is not None:
+                self._mark(f"forward {k}")
             y = self._run(k, forward, args, kwargs)
-            if marks is not None:
-                marks.mark(f"after {k}")
+            if self._mark is not None:
+                self._mark(f"after {k}")
             return y
 
         return run
 
     def _run(self, k: int, forward: Any, args: Any, kwargs: Any) -> Any:
-        option = self._choice[k]
+        option, block = self._choice[k], self._blocks[k]
         if option == KEPT:
             y = forward(*args, **kwargs)
-            if self._marks is not None:
-                _watch_backward(self._marks, k, (args, kwargs), y)
+            if self._mark is not None:
+                _watch_backward(self._mark, k, (args, kwargs), y)
             return y
-        graph = self._graphs[k] if option >= FIRST_PROGRAM else None
-        if graph is not None:
-            y, is_done = self._run_program(k, graph, option - FIRST_PROGRAM, args, kwargs)
+        if block.running(option) is not None:
+            y, is_done = self._run_program(k, block, option - FIRST_PROGRAM, args, kwargs)
             if is_done:
                 return y
-        stage, value = self._stages[k], (args, kwargs)
-        stage.forward = forward
+        value = (args, kwargs)
+        block.stage.forward = forward
         run = BlockRun(
-            stage,
-            self._flags[k],
+            block.stage,
+            block.flags,
             value,
             self._device,
             preserve_rng_state=self._preserve_rng_state,
@@ -228,12 +221,12 @@ class BlockStep:
         )
         return run.output(value)
 
-    def _run_program(self, k: int, graph: Any, number: int, args: Any, kwargs: Any) -> Any:
-        """Return the output of a program of a `BlockGraph`, and whether it could run."""
+    def _run_program(self, k: int, block: Any, number: int, args: Any, kwargs: Any) -> Any:
+        """Return the output of a program of a block's graph, and whether it could run."""
+        graph, module = block.graph, block.stage.module
         if call_signature(args, kwargs) == graph.signature:
-            name, module = self._stages[k].name, self._stages[k].module
-            marks = None if self._marks is None else backward_marks(self._marks.mark, k)
-            code = graph.kind.code_for(number, self._proof, k, name)
+            marks = None if self._mark is None else backward_marks(self._mark, k)
+            code = graph.kind.code_for(number, self._proof, k, block.name)
             with self._replaced.paused(module):
                 y, failed = graph.kind.call(code, module, args, kwargs, marks, self._placed.of(k))
             if not failed:
@@ -242,16 +235,16 @@ class BlockStep:
         return None, False
 
     def _teller(self, k: int) -> Callable[[str], None]:
-        marks, details = self._marks, self._details
+        mark, details = self._mark, self._details
 
         def tell(name: str) -> None:
-            if marks is not None and (details or name != "recorded"):
-                marks.mark(f"{name} {k}")
+            if mark is not None and (details or name != "recorded"):
+                mark(f"{name} {k}")
 
         return tell
 
 
-def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:
+def _watch_backward(mark: Callable[[str], object], k: int, value: Any, y: Any) -> None:
     """Mark the start and the end of the backward of a block that runs in plain autograd."""
     inputs = [t for t in tree_tensors(value) if t.grad_fn is not None]
     known = {id(t) for t in tree_tensors(value)}
@@ -261,7 +254,7 @@ def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:
     def begin(_: torch.Tensor) -> None:
         if not begun:
             begun.append(True)
-            marks.mark(f"backward {k}")
+            mark(f"backward {k}")
 
     for output in tree_tensors(y):
         if output.requires_grad and id(output) not in known:
@@ -271,7 +264,7 @@ def _watch_backward(marks: Marks, k: int, value: Any, y: Any) -> None:
         def end(_: torch.Tensor, which: int = id(tensor)) -> None:
             waiting.discard(which)
             if begun and not waiting:
-                marks.mark(f"before {k}")
+                mark(f"before {k}")
 
         tensor.register_hook(end)
 
@@ -342,8 +335,7 @@ class Calls:
     def __init__(self, model: nn.Module, stages: Sequence[BlockStage], arguments: Any) -> None:
         self._stages = {stage.module: stage for stage in stages}
         self._inside: list[nn.Module] = []
-        resident = [*model.parameters(), *model.buffers(), *tree_tensors(arguments)]
-        self._saves = Saves(resident, lambda *_: None)
+        self._saves = Saves(model, arguments)
         self.found: dict[nn.Module, Flags] = {}
         """Called blocks, in order: flags of the tensors of their outputs that require gradients."""
         self.reasons: dict[nn.Module, str] = {}
@@ -401,15 +393,117 @@ def _reaches_outside(
 ) -> bool:
     """Return whether the graph of outputs leads to parameters that are neither inputs nor `own`."""
     known = own | {id(t) for t in inputs}
-    seen = {t.grad_fn for t in inputs if t.grad_fn is not None}
-    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            return True
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return False
+    nodes = nodes_of(outputs, (t.grad_fn for t in inputs))
+    leaves = (getattr(node, "variable", None) for node in nodes)
+    return any(leaf is not None and id(leaf) not in known for leaf in leaves)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Reason for which a block may run forward only once, and none of its graphs may be used."""
+
+    reason: str = ""
+    """Part of a sentence; empty if the block may run again."""
+    varies: bool = False
+    """True if two runs of it gave different bits."""
+    has_state: bool = False
+    """True if it changes state in Python, which a graph would not."""
+
+
+@contextmanager
+def _around(stage: Stage) -> Iterator[None]:
+    """End backwards only for units within the block, whose hooks run with it, in the context."""
+    assert isinstance(stage, BlockStage)
+    inner = [unit for unit in stage.units if stage.module not in unit.modules]
+    with fsdp.ending_backwards_of(inner):
+        yield
+    for unit in inner:
+        unit.settle()
+
+
+def observe_blocks(
+    model: nn.Module,
+    stages: Sequence[BlockStage],
+    call: Callable[[], Any],
+    arguments: Any,
+    ranks: Ranks,
+) -> list[Kept]:
+    """Run the model without a trace, and each block twice more from the same state.
+
+    This is a collective operation: an observation of one rank holds for all. The blocks get the
+    list of state that their recomputation has to restore.
+    """
+    device = tree_tensors(arguments)[0].device
+    observer = Observer(device, _around)
+    saves = Saves(model, arguments)
+    places = {stage.module: k for k, stage in enumerate(stages)}
+    seen: dict[int, Observation] = {}
+
+    def runner(module: nn.Module, forward: Any) -> Callable[..., Any]:
+        k = places[module]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            stages[k].forward, x = forward, (args, kwargs)
+            named = zip(stages[k].names, stages[k].functions, strict=True)
+            with trial(named, (), device, is_guarded=False, is_sharded=True):
+                if saves.on_top():
+                    with saves.paused():
+                        seen[k] = observer.stage(stages[k], x, grad_flags(x))[0]
+                else:
+                    seen[k] = observer.stage(stages[k], x, grad_flags(x))[0]
+            return forward(*args, **kwargs)
+
+        return run
+
+    with PatchedForwards(places, runner), saves.watching():
+        call()
+    note_state([stages[k] for k in seen], list(seen.values()))
+    for stage in stages:
+        # A later step may run in another mode: all buffers are observed.
+        stage.mutable_buffers = None
+    mine = [
+        Kept(seen[k].reason(), not seen[k].repeats, bool(stages[k].state)) if k in seen else Kept()
+        for k in range(len(stages))
+    ]
+    return [
+        Kept(
+            next((one.reason for one in column if one.reason), ""),
+            any(one.varies for one in column),
+            any(one.has_state for one in column),
+        )
+        for column in zip(*ranks.exchange(mine), strict=True)
+    ]
+
+
+class BlocksProof(ShardedProof):
+    """Verified step of a model with sharded blocks, the sites of its plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Any],
+        proved: Proved,
+        sharding: Sharding,
+    ) -> None:
+        undo = buffers_before(model.buffers()), python_before(site.stage for site in sites)
+        super().__init__(proved, undo, sharding.ranks, sharding.gradients_before)
+        self._sites = sites
+
+    def of_block(self, k: int) -> RunProof:
+        """Return the comparison of the output of block k, as of a chain's only stage."""
+        return RunProof(self, StageOrigins([self._sites[k].stage], self.keep), k)
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Have blocks run forward only once from now on."""
+        for k in blocks:
+            self._sites[k].kept = Kept(VARIED)
+
+    def refused(
+        self, runs: Sequence[RunProof], found: Sequence[Difference], where: str
+    ) -> Exception:
+        """Return the error, on all ranks, and have the blocks that differed kept."""
+        blocks = sorted({one.run for one in found})
+        self.keep(blocks)
+        one = next(one for one in found if one.run == blocks[0])
+        words = one.operation, one.module, one.mismatch, f"{where}. {CURE}"
+        return recomputation_error(*words, others=len(blocks) - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +18,8 @@ from rotor.common.frames import release
 from rotor.engines.contract import CannotPlan, NothingToPlan
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.code.away import Away
 from rotor.engines.graph.code.early import owners_of, slots_of
+from rotor.engines.graph.code.handover import Away
 from rotor.engines.graph.code.numbers import ModelNumbers, numbers_of
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.sizing import Alone, Families, Family, shapes_of
@@ -128,21 +128,6 @@ class Captures:
         home_of = None if self.away is None else self.away.home_of
         return Capture(fresh(_run), home_of=home_of, is_part=True, **options)
 
-    def refresh(self, kinds: Iterable[Kind]) -> None:
-        """Search again for programs of graphs in which an operation gave other bits."""
-        for kind in kinds:
-            if kind.is_refuted:
-                kind.find_programs(self._options)
-
-    def follow_link(self, kinds: Iterable[Kind]) -> None:
-        """Add programs for the latest speed of the second tier."""
-        for kind in dict.fromkeys(kinds):
-            kind.follow_link(self._options)
-
-    def with_existing(self, kind: Kind, module: nn.Module, existing: set[int]) -> Kind:
-        """Return a kind for parameters with these ids that have gradients when a step begins."""
-        return kind.with_existing(module, existing, self._options)
-
     def _family(self, key: Any, module: nn.Module, arguments: tuple[Any, Any]) -> Family:
         return self._families.joined((*key[-1], *key[:-1]), module, (*arguments, ()))
 
@@ -185,15 +170,9 @@ class Captures:
         place = (id(step.captured), step.values)
         if place not in self.kinds:
             alike = [kind.orders for kind in self.kinds.values() if kind.captured is step.captured]
-            self.kinds[place] = Kind(step, alike[0] if alike else {}, away=self.away)
-            self.kinds[place].find_programs(self._options)
+            self.kinds[place] = Kind(step, self._options, alike[0] if alike else {}, self.away)
+            self.kinds[place].find_programs()
         return self.kinds[place]
-
-    def search(self, kinds: Iterable[Kind]) -> None:
-        """Search for programs at their own shape, for kinds that have programs of another shape."""
-        for kind in dict.fromkeys(kinds):
-            if kind.is_carried:
-                kind.find_programs(self._options, again=True)
 
     def _kind(
         self,
@@ -223,9 +202,10 @@ class Captures:
                 step.away = Away.of(self.away, captured.lowered, owners, slots)
                 step = _leaving(step, module)
                 orders = self._orders.setdefault((key[1:], len(captured.lowered.tasks)), {})
-                kind = Kind(step, {} if self.away is None else orders, away=self.away)
+                known = {} if self.away is None else orders
+                kind = Kind(step, self._options, known, self.away)
                 self.kinds[id(captured)] = kind
-                kind.find_programs(self._options)
+                kind.find_programs()
                 if self._shares_shapes:
                     family = self._family(key, module, arguments)
                     alone = (family.shapes[key[-1]], captured.lowered, costs)

@@ -28,9 +28,9 @@ from rotor.common.rerun import Unit
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.chain.measures import Inspection
 from rotor.engines.chain.plan import Schedule, executor_bytes
-from rotor.engines.chain.proofs import StageOrigins
 from rotor.engines.chain.run import run_chain
 from rotor.engines.chain.segments import Around
+from rotor.engines.chain.snapshot import StageOrigins
 from rotor.engines.proofs import RunProof, StepProof
 from rotor.graph.assembly import Option, undominated
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -31,8 +30,6 @@ from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.offloading import Layout, Placed
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
-from rotor.engines.graph.costs.profile import Cost
-from rotor.engines.graph.costs.repeating import keep_from_now_on
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.proofs import StepProof
 from rotor.errors import CaptureError, InfeasibleError, InvalidSequenceError
@@ -49,85 +46,6 @@ logger = logging.getLogger("rotor")
 _LEVELS = 7
 _PEAKS = 4
 """Peaks below that of the order of the model, for programs with a second tier."""
-
-
-def free_graph(
-    lowered: Lowered,
-    costs: list[Cost],
-    workspace: int,
-    *,
-    moves: bool,
-    homes: Homes | None = None,
-) -> Graph:
-    """Return the cost model of a part, whose outputs are not pinned.
-
-    The workspace is that of what runs between its forward and its backward. With `moves`, values
-    may move to a second tier, but not the outputs, which others hold; `homes` are the links to
-    the homes of its parameters and gradients.
-    """
-    held = lowered.tasks[lowered.loss].inputs if moves else ()
-    return build_graph(lowered, costs, workspace, moves=moves, held=held, homes=homes)
-
-
-def search_levels(
-    lowered: Lowered,
-    costs: list[Cost],
-    link: Link | None,
-    options: dict[str, Any],
-    kept_bytes: Callable[[Program], int],
-    homes: Homes | None = None,
-) -> list[Program]:
-    """Return programs of a part, beginning with the one that recomputes nothing.
-
-    Outputs are not pinned. Programs that use the link to a second tier are added to others. The
-    options are those of `rotor.graph.plan`; `kept_bytes` returns the bytes that a program keeps for
-    its backward.
-    """
-    moves = link is not None
-    free = free_graph(lowered, costs, 0, moves=moves, homes=homes)
-    unplanned = Program(free, range(len(free)))
-    found = [unplanned]
-    loss = lowered.loss
-    # With a loss this large the peak is at the loss, and the budget limits the kept memory.
-    huge = sum(s.bytes for s in free.storages) + max(op.workspace_bytes for op in free.operations)
-    handed = sum(
-        free.storages[s].bytes
-        for s in {*free.operations[loss].inputs, *free.operations[loss].outputs}
-    )
-
-    def add(workspace: int, budget: int, tier: Link | None = None) -> int | None:
-        graph = free_graph(lowered, costs, workspace, moves=moves, homes=homes)
-        try:
-            program = planner.plan(graph, budget, link=tier, **options)
-        except InfeasibleError as error:
-            return error.minimum_bytes
-        is_moved = len(program.actions) > len(program.ops)
-        found.append(Program(free, program.actions, tier if is_moved else None))
-        return None
-
-    most = kept_bytes(unplanned)
-    reached = add(huge, 1)
-    least = 0 if reached is None else max(reached - huge - handed, 0)
-    highest, lowest = unplanned.peak_bytes, add(0, 1) or 0
-    caps = sorted({least + (most - least) * k // (_LEVELS - 1) for k in range(_LEVELS)})
-    peaks = sorted({lowest + (highest - lowest) * k // 3 for k in range(3)})
-    for cap in caps:
-        add(huge, huge + cap + handed)
-    for peak in peaks:
-        for cap in caps[::3]:
-            add(max(peak - cap - handed, 0), max(peak, 1))
-    if link is None:
-        return found
-    # Values that cannot be made again may go to the tier, so that less memory is possible.
-    caps = sorted({most * k // (_LEVELS - 1) for k in range(_LEVELS)})
-    bound = planner.lower_bound(free, moves=True)
-    peaks = sorted({bound + (highest - bound) * k // _PEAKS for k in range(_PEAKS)})
-    for cap in caps:
-        add(huge, huge + cap + handed, link)
-    for peak in peaks:
-        for cap in caps[::3]:
-            add(max(peak - cap - handed, 0), max(peak, 1), link)
-    return found
 
 
 def read_before_made(actions: Iterable[Action]) -> set[int]:
@@ -156,6 +74,8 @@ class Kind:
     """Captured graph of a part, and the ways to run it."""
 
     step: CapturedStep
+    search: dict[str, Any]
+    """Options of its searches for programs, those of `rotor.graph.plan`."""
     orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Actions of programs at any shape, by existing gradients and unrepeatable operations."""
     away: AwayState | None = None
@@ -183,15 +103,16 @@ class Kind:
         """Captured graph, which kinds of other shapes share."""
         return self.step.captured
 
-    def with_existing(self, module: nn.Module, existing: set[int], options: dict[str, Any]) -> Kind:
+    def with_existing(self, module: nn.Module, existing: set[int]) -> Kind:
         """Return this graph for steps that begin with gradients of parameters with these ids."""
         slots = slots_of(module)
         found = self.step.existing_among([id(core.value_in(s)) not in existing for s in slots])
         if found == self.step.existing:
             return self
         if found not in self._variants:
-            kind = Kind(self.step.base.variant(found, frozenset()), self.orders, self.away)
-            kind.find_programs(options)
+            step = self.step.base.variant(found, frozenset())
+            kind = Kind(step, self.search, self.orders, self.away)
+            kind.find_programs()
             self._variants[found] = kind
         return self._variants[found]
 
@@ -215,7 +136,7 @@ class Kind:
             return None
 
         def make() -> tuple[Emitted, Prover]:
-            prover = Prover(self.lowered, partial(keep_from_now_on, self.captured.lowered))
+            prover = Prover(self.lowered, self.captured.lowered)
             return self.step.code(program.actions.tolist(), self.layout(number), prover), prover
 
         if number not in self._verified:
@@ -252,11 +173,16 @@ class Kind:
         """True if an operation gave other bits since the search for programs."""
         return self.unrepeatable != self._known
 
-    def find_programs(self, options: dict[str, Any], *, again: bool = False) -> None:
+    def refresh(self) -> None:
+        """Search again for programs if an operation gave other bits."""
+        if self.is_refuted:
+            self.find_programs()
+
+    def find_programs(self, *, again: bool = False) -> None:
         """Plan the graph for several amounts of kept memory, and several peaks.
 
         Programs that were found at another shape are taken as they are; with `again`, the graph is
-        planned at this shape too. The options are those of `rotor.graph.plan`.
+        planned at this shape too.
         """
         self._forget_programs()
         self._known = len(self.captured.lowered.unrepeatable)
@@ -267,10 +193,10 @@ class Kind:
         if self.is_carried:
             self._take_best(carried)
             return
-        self._take_best([*self._searched(options), *carried])
+        self._take_best([*self._searched(), *carried])
         known.extend(program.actions for program in self.programs)
 
-    def follow_link(self, options: dict[str, Any]) -> None:
+    def follow_link(self) -> None:
         """Add programs for the latest speed of the second tier; the others keep their numbers."""
         link = self.step.link
         if link == self.link:
@@ -278,16 +204,66 @@ class Kind:
         self.link = link
         old = self._priced([program.actions for program in self.programs], _lenient(link))
         known = {program.actions.tobytes() for program in old}
-        new = {program.actions.tobytes(): program for program in self._searched(options)}
+        new = {program.actions.tobytes(): program for program in self._searched()}
         self.programs = [*old, *(new[actions] for actions in new if actions not in known)]
         self._options.clear()
 
-    def _searched(self, options: dict[str, Any]) -> list[Program]:
-        def kept_bytes(program: Program) -> int:
-            return self.option(program, is_held=True).kept_bytes
+    def _graph(self, workspace: int) -> Graph:
+        """Return the cost model, whose outputs are not pinned.
 
-        known = self.lowered, self.step.costs, self.link, options, kept_bytes
-        return search_levels(*known, self._homes)
+        The workspace is that of what runs between its forward and its backward. With a link, values
+        may move to a second tier, but not the outputs, which others hold.
+        """
+        lowered, moves = self.lowered, self.link is not None
+        held = lowered.tasks[lowered.loss].inputs if moves else ()
+        return build_graph(
+            lowered, self.step.costs, workspace, moves=moves, held=held, homes=self._homes
+        )
+
+    def _searched(self) -> list[Program]:
+        """Return programs, beginning with the one that recomputes nothing.
+
+        Programs that use the link to a second tier are added to others.
+        """
+        free = self._graph(0)
+        unplanned = Program(free, range(len(free)))
+        found = [unplanned]
+        # With a loss this large the peak is at the loss, and the budget limits the kept memory.
+        huge = sum(s.bytes for s in free.storages)
+        huge += max(op.workspace_bytes for op in free.operations)
+        loss = free.operations[self.lowered.loss]
+        handed = sum(free.storages[s].bytes for s in {*loss.inputs, *loss.outputs})
+
+        def add(workspace: int, budget: int, tier: Link | None = None) -> int | None:
+            try:
+                program = planner.plan(self._graph(workspace), budget, link=tier, **self.search)
+            except InfeasibleError as error:
+                return error.minimum_bytes
+            is_moved = len(program.actions) > len(program.ops)
+            found.append(Program(free, program.actions, tier if is_moved else None))
+            return None
+
+        def add_all(caps: list[int], peaks: list[int], tier: Link | None = None) -> None:
+            for cap in caps:
+                add(huge, huge + cap + handed, tier)
+            for peak in peaks:
+                for cap in caps[::3]:
+                    add(max(peak - cap - handed, 0), max(peak, 1), tier)
+
+        most = self.option(unplanned, is_held=True).kept_bytes
+        reached = add(huge, 1)
+        least = 0 if reached is None else max(reached - huge - handed, 0)
+        highest, lowest = unplanned.peak_bytes, add(0, 1) or 0
+        caps = sorted({least + (most - least) * k // (_LEVELS - 1) for k in range(_LEVELS)})
+        peaks = sorted({lowest + (highest - lowest) * k // 3 for k in range(3)})
+        add_all(caps, peaks)
+        if self.link is not None:
+            # Values that cannot be made again may go to the tier, so that less memory is possible.
+            caps = sorted({most * k // (_LEVELS - 1) for k in range(_LEVELS)})
+            bound = planner.lower_bound(free, moves=True)
+            peaks = sorted({bound + (highest - bound) * k // _PEAKS for k in range(_PEAKS)})
+            add_all(caps, peaks, self.link)
+        return found
 
     @property
     def _homes(self) -> Homes | None:
@@ -297,8 +273,7 @@ class Kind:
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
         """Return programs with these actions, but for those that are impossible at this shape."""
-        moves = link is not None
-        free = free_graph(self.lowered, self.step.costs, 0, moves=moves, homes=self._homes)
+        free = self._graph(0)
         found = []
         for row in rows:
             is_moved = any(number >= len(free) for number in row)
@@ -494,7 +469,7 @@ def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], ob
 
 
 def backward_marks(
-    mark: Callable[[str], None], k: int
-) -> tuple[Callable[[], None], Callable[[], None]]:
+    mark: Callable[[str], object], k: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return marks of the start and end of part `k`'s backward: "backward k", "before k"."""
     return lambda: mark(f"backward {k}"), lambda: mark(f"before {k}")

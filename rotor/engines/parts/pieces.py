@@ -24,7 +24,6 @@ from rotor.common.calls import call_signature
 from rotor.common.substitutes import PatchedForwards
 from rotor.common.tensor_trees import device_of, output_tensors, tree_tensors
 from rotor.common.undisturbed import Trial, trial
-from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.chained import (
@@ -36,7 +35,7 @@ from rotor.engines.parts.chained import (
     Unsaved,
 )
 from rotor.engines.parts.kinds import Kind
-from rotor.engines.parts.plan import Parts
+from rotor.engines.parts.plan import Parts, Placement
 from rotor.engines.parts.probe import (
     NeedsBackward,
     Saves,
@@ -44,7 +43,6 @@ from rotor.engines.parts.probe import (
     weigh,
 )
 from rotor.graph.assembly import Bases, Option
-from rotor.graph.program import Program
 from rotor.meter import allocator
 from rotor.tier.offload import Offload
 
@@ -146,7 +144,7 @@ class Pieces(Parts):
         """Second tier of the model; ``None`` without one."""
         return self.captures.offload
 
-    def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
+    def programs(self, choice: Sequence[int]) -> list[Placement | None]:
         """Return the programs of a choice, with the places of their values in the tier."""
         chosen = zip(self.sites, choice, strict=True)
         return [site.kind.program(k) for site, k in chosen]
@@ -321,8 +319,7 @@ class _Search:
     def _run(self, made: Trial, args: Any, kwargs: Any) -> int:
         paths = inner_modules(self.model)
         counts: dict[nn.Module, int] = {}
-        resident = [*self.model.parameters(), *self.model.buffers(), *tree_tensors((args, kwargs))]
-        saves = Saves(resident, self.note)
+        saves = Saves(self.model, (args, kwargs), self.note)
 
         def replacement(module: nn.Module, forward: Any) -> Callable[..., Any]:
             def run(*given: Any, **named: Any) -> Any:
@@ -415,7 +412,7 @@ class _Search:
         self.existing -= {identity for identity, count in calls.items() if count > 1}
         for site in self.sites:
             if isinstance(site.kind, Kind):
-                site.kind = self.captures.with_existing(site.kind, site.module, self.existing)
+                site.kind = site.kind.with_existing(site.module, self.existing)
 
     def bases(self, output_bytes: int) -> Bases:
         """Return an estimate of the memory around the pieces, and the gradients that appear."""

@@ -3,6 +3,11 @@
 Parts are captured pieces of a model without a single graph, or blocks that FSDP2 shards one by one.
 Both are chosen by `rotor.graph.assembly`, and learn from metered steps in the same way. Between two
 marks of a metered step lies a stretch.
+
+All parts have their places of a second tier in one area for each step. The transfers of a part
+begin with an idle link, and are over when its backward is. Values that a part writes in its forward
+may be read back in its backward only, and stay in the tier until then, together with those of all
+other parts: places of different parts do not overlap.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +24,8 @@ import torch
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import CODE_FACTOR
 from rotor.common.timeline import Timeline
-from rotor.engines.graph.code.offloading import Layout
-from rotor.engines.parts.offloading import PartsTier
+from rotor.engines.graph.code.offloading import Layout, Placed, StepArea
+from rotor.engines.graph.planned import follows_link
 from rotor.graph.assembly import (
     Bases,
     Option,
@@ -37,19 +42,22 @@ from rotor.meter.watch import sparse_growth
 from rotor.tier.offload import Offload
 from rotor.units import exact_bytes
 
+Placement = tuple[Program, Layout | None]
+"""Program of a part, and the places of its values in a second tier."""
+
 
 def place_of(mark: str, count: int) -> tuple[str, int]:
     """Return the field of `rotor.graph.assembly.Bases`, and the index, that a mark begins.
 
     The marks of `count` parts are "start", "forward k", "after k", "loss", "backward", "backward k"
-    and "before k".
+    and "before k"; "recorded k" is within the backward.
     """
     name, _, number = mark.partition(" ")
     if name == "start":
         return "between", 0
     k = int(number) if number else count
-    if number and name in ("forward", "backward"):
-        return name, k
+    if number and name in ("forward", "backward", "recorded"):
+        return "forward" if name == "forward" else "backward", k
     return "between", k + 1 if name == "after" else k
 
 
@@ -111,7 +119,7 @@ class Parts(ABC):
         """Return the options of each part."""
 
     @abstractmethod
-    def programs(self, choice: Sequence[int]) -> list[tuple[Program, Layout | None] | None]:
+    def programs(self, choice: Sequence[int]) -> list[Placement | None]:
         """Return the program of each part and the places that it needs; ``None`` without one."""
 
     def around_bytes(self) -> list[int]:
@@ -124,14 +132,7 @@ class Parts(ABC):
 
     def tier(self, choice: Sequence[int]) -> PartsTier | None:
         """Return the use of the second tier under a choice; ``None`` without a tier."""
-        if self.offload is None:
-            return None
-        found = self.programs(choice)
-        return PartsTier(
-            self.offload,
-            [None if one is None else one[0] for one in found],
-            [None if one is None else one[1] for one in found],
-        )
+        return None if self.offload is None else PartsTier(self.offload, self.programs(choice))
 
     @abstractmethod
     def names(self, choice: Sequence[int]) -> list[str]:
@@ -402,13 +403,9 @@ def learn_levels(plan: PartsPlan[Any], more: dict[str, int]) -> tuple[int, int]:
         if number and name in ends:
             more = {f"{ends[name]} {number}": size} | more
     for mark, size in more.items():
-        name, _, number = mark.partition(" ")
-        k = int(number) if number else len(parts.sites)
-        places = [("between", k + 1 if name == "after" else k)]
-        if number and name in ("forward", "backward"):
-            # Memory kept before a part stays until its backward has run.
-            places = [("forward", k), ("backward", k)] if name == "forward" else [("backward", k)]
-        for place in places:
+        part, k = place_of(mark, len(parts.sites))
+        # Memory kept before a part stays until its backward has run.
+        for place in [(part, k), ("backward", k)] if part == "forward" else [(part, k)]:
             found[place] = max(size, found.get(place, 0))
 
     metered = plan.metered or parts.bases
@@ -461,3 +458,104 @@ def parts_curve(parts: Parts, points: int) -> Curve:
     choices = [choose(options, parts.bases, limit, tier_limit) for limit in limits]
     found = [simulate(options, parts.bases, chosen) for chosen in choices]
     return Curve.from_points((priced.peak_bytes, priced.time_ns / 1e9) for priced in found)
+
+
+class PartsTier:
+    """Use of a second tier by the parts of one plan; lists have ``None`` for the other parts."""
+
+    def __init__(self, offload: Offload, found: Sequence[Placement | None]) -> None:
+        self.offload = offload
+        self._link = offload.link
+        layouts = [None if one is None else one[1] for one in found]
+        self.programs = [None if one is None or one[1] is None else one[0] for one in found]
+        """Program of each part that moves values; ``None`` for other parts."""
+        self.whole: Layout | None = None
+        """Area of a step, its waits, and its traffic; ``None`` if nothing is offloaded."""
+        self._layouts: list[Layout | None] = [None] * len(layouts)
+        total = sum(layout.nbytes for layout in layouts if layout is not None)
+        if not total:
+            return
+        self.whole = Layout(offload.tier, {}, {}, total)
+        begin = 0
+        for k, layout in enumerate(layouts):
+            if layout is not None:
+                offsets = {s: begin + offset for s, offset in layout.offsets.items()}
+                self._layouts[k] = replace(layout, offsets=offsets, waits=self.whole.waits)
+                begin += layout.nbytes
+
+    def _moving(self) -> list[Program]:
+        return [program for program in self.programs if program is not None]
+
+    def moved_bytes(self, k: int) -> tuple[int, int]:
+        """Return the bytes that part `k` writes in one step, and fetches."""
+        program = self.programs[k]
+        return (0, 0) if program is None else (program.offloaded_bytes, program.fetched_bytes)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are written in one step."""
+        return sum(program.offloaded_bytes for program in self._moving())
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that are fetched in one step."""
+        return sum(program.fetched_bytes for program in self._moving())
+
+    @property
+    def link_time(self) -> float:
+        """Seconds that the transfers of one step take."""
+        return sum(program.link_time for program in self._moving())
+
+    @property
+    def waited(self) -> float:
+        """Seconds of one step in which the parts wait for the tier."""
+        return sum(program.waited for program in self._moving())
+
+    def waited_ns(self) -> int:
+        """Return the time of all waits of the plan's steps so far."""
+        return 0 if self.whole is None else self.whole.waited_ns()
+
+    def prepare(self) -> None:
+        """Reserve the area of a step now, where a full disk can still be named."""
+        if self.whole is not None:
+            self.whole.prepare()
+
+    def begin(self) -> PlacedStep:
+        """Return the places of a new step."""
+        return PlacedStep(self._layouts, None if self.whole is None else self.whole.begin_area())
+
+    def learn(self, makespan: float) -> None:
+        """Note another speed of the tier, if steps have shown one; the makespan is as planned."""
+        if self.whole is not None and self._link is not None and not self.is_outdated:
+            figures = (self.waited, self.link_time, makespan)
+            follows_link(self.whole, self.offload, self._link, *figures)
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if the tier is known to have another speed than the plan counts on."""
+        return self.offload.link != self._link
+
+    def accept(self) -> None:
+        """Continue with this plan at the latest speed, for which no plan was found."""
+        self._link = self.offload.link
+
+
+class PlacedStep:
+    """Places of one step's values by part; the area stays for as long as a part needs it."""
+
+    def __init__(self, layouts: Sequence[Layout | None] = (), area: StepArea | None = None) -> None:
+        self._layouts = layouts
+        self._area = area
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        area, self._area = self._area, None
+        if area is not None:
+            area.leave()
+
+    def of(self, k: int) -> Placed | None:
+        """Return the places of part `k` in this step; ``None`` without any."""
+        layout = self._layouts[k] if self._area is not None else None
+        return None if layout is None or self._area is None else Placed(layout, self._area)

@@ -43,11 +43,17 @@ class ModuleCall:
 class Saves:
     """Observer of the tensors that autograd saves, which keeps none of them.
 
-    `resident` tensors exist before and after. `note` is called with the identity of each other
-    storage and its bytes.
+    The tensors of the model and its arguments exist before and after. `note` is called with the
+    identity of each other storage and its bytes.
     """
 
-    def __init__(self, resident: Iterable[torch.Tensor], note: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Any,
+        note: Callable[[int, int], object] = lambda *_: None,
+    ) -> None:
+        resident = [*model.parameters(), *model.buffers(), *tree_tensors(arguments)]
         self._references: dict[int, Any] = {}
         self._note = note
         self._resident = {core.storage_identity(part) for t in resident for part in _parts(t)}
@@ -155,8 +161,7 @@ def weigh(
 
     device = device_of((args, kwargs), model)
     with trial(model, (args, kwargs), device) as made, PatchedForwards(paths, watched):
-        resident = [*model.parameters(), *model.buffers(), *tree_tensors(made.arguments)]
-        saves = Saves(resident, note)
+        saves = Saves(model, made.arguments, note)
         args, kwargs = made.arguments
         with saves.watching():
             model.forward(*args, **kwargs)

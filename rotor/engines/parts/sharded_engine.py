@@ -26,14 +26,12 @@ from rotor.engines.parts.block_plan import (
     make_blocks_plan,
     measure_blocks,
 )
-from rotor.engines.parts.block_proofs import BlocksProof
-from rotor.engines.parts.blocks import BlockStep, candidates
+from rotor.engines.parts.blocks import BlocksProof, BlockStep, candidates
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.plan import PartsPlan, learn, parts_curve
 from rotor.engines.peers import SharingRanks
 from rotor.graph.assembly import largest_bases
-from rotor.meter import allocator
-from rotor.meter.step_meter import StepBytes, cancel_running
+from rotor.meter.step_meter import StepBytes
 from rotor.tier.offload import check_device
 
 logger = logging.getLogger("rotor")
@@ -95,20 +93,15 @@ class ShardedBlocksEngine(MeteredEngine):
 
     def measure(self, key: Key, call: Call) -> None:
         """Measure the blocks in training steps without a trace; every rank has to take part."""
-        args, kwargs = call.arguments
-        problem: Exception | None = None
-        try:
-            self.context.check_devices((args, kwargs))
-            check_arguments(self.context.module, args, kwargs)
-            cancel_running()
-            with allocator.meter(tree_tensors((args, kwargs))[0].device):
-                pass
-            if self.settings.offload is not None:
-                check_device(self.settings.offload.tier, self.context.device_of(call))
-                self.settings.offload.known_link(self.context.device_of(call))
-        except Exception as error:
-            problem = error
-        self.context.peers.all_well(problem)
+        device, offload = self.context.device_of(call), self.settings.offload
+
+        def check() -> None:
+            check_arguments(self.context.module, *call.arguments)
+            if offload is not None:
+                check_device(offload.tier, device)
+                offload.known_link(device)
+
+        self.prepare_measuring(call.arguments, check)
         self._share_link()
 
         def forward(arguments: Any) -> Any:
@@ -121,22 +114,15 @@ class ShardedBlocksEngine(MeteredEngine):
             self._sharding,
             self._candidates,
             forward,
-            (args, kwargs),
+            call.arguments,
             has_loss=self.context.loss_of(call) is not None,
             preserve_rng_state=self.settings.preserve_rng_state,
-            captures=self._captures_on(self.context.device_of(call)),
+            captures=self._captures_on(device),
         )
         names = [
             f"{b.name} ({type(b.stage.module).__name__})" for b in found.sites if b.kept.varies
         ]
-        if names:
-            self.context.warn(
-                "varying",
-                f"block {', '.join(names)} gave other bits in a second run from the same state: "
-                "it is never recomputed, and what it makes is kept. It depends on state that "
-                "cannot be set back, or one of its kernels is not deterministic "
-                "(torch.use_deterministic_algorithms)",
-            )
+        self.warn_varying("block", names)
         kinds = dict.fromkeys(b.graph.kind for b in found.sites if b.graph is not None)
         warn_unrepeatable(self.context, [kind.lowered for kind in kinds])
 
@@ -175,7 +161,7 @@ class ShardedBlocksEngine(MeteredEngine):
             block.is_lost = any(flags)
         self._share_link()
         if blocks.offload is not None and blocks.link != blocks.offload.link:
-            blocks.follow_link(self._ranks, self._captures_on(blocks.device))
+            blocks.follow_link(self._ranks)
         plan = make_blocks_plan(
             self._ranks,
             blocks,
@@ -205,7 +191,6 @@ class ShardedBlocksEngine(MeteredEngine):
         """Raise ValueError: the model has no graph."""
         raise ValueError("the model runs without a graph: it is sharded")
 
-    graph = program = property(graph_plan)
     cost_model = graph_plan
 
     # -- running
@@ -223,13 +208,11 @@ class ShardedBlocksEngine(MeteredEngine):
         placed = None if tier is None else tier.begin()
         meter = start()
         with BlockStep(
-            [block.stage for block in plan.parts.sites],
-            [block.flags for block in plan.parts.sites],
+            plan.parts.sites,
             plan.choice,
             plan.device,
-            [None if block.is_lost else block.graph for block in plan.parts.sites],
             preserve_rng_state=self.settings.preserve_rng_state,
-            marks=meter,
+            mark=None if meter is None else meter.mark,
             proof=proof,
             placed=placed,
         ) as step:
@@ -246,13 +229,8 @@ class ShardedBlocksEngine(MeteredEngine):
             )
         if meter is not None:
             meter.forward_done(output_tensors(output))
-        kept = kept_until_backward(output)
-
-        def is_pending() -> bool:
-            found = None if kept is None else kept()
-            return found is not None and not found.is_done
-
-        return self.context.with_loss(output, call.targets), is_pending
+        pending = kept_until_backward(output)
+        return self.context.with_loss(output, call.targets), pending
 
     # -- learning
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.engines.graph.tracing.lowering import Lowered, at_path
 
 
 class Kind(Enum):
@@ -54,11 +54,6 @@ def actions_of(lowered: Lowered, numbers: Iterable[int]) -> list[Action]:
             storage = number - operations - storages
             found.append(Action(Kind.FETCH, storage, (), (storage,)))
     return found
-
-
-def runs_among(lowered: Lowered, numbers: Iterable[int]) -> list[int]:
-    """Return the operations that a program runs, in order."""
-    return [int(number) for number in numbers if number < len(lowered.tasks)]
 
 
 def renumbered(numbers: Sequence[int], operations: int, others: dict[int, int]) -> list[int]:
@@ -103,9 +98,7 @@ def movable(lowered: Lowered, sizes: Sequence[int], least_bytes: int) -> list[bo
         for path, storage in task.made.items():
             owners[storage] = owners.get(storage, 0) + 1
             pinned = lowered.storages[storage][1]
-            value: Any = task.node.meta.get("val")
-            for k in path:
-                value = value[k]
+            value = at_path(task.node.meta.get("val"), path)
             is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
             is_large = sizes[storage] >= least_bytes
             found[storage] = is_plain and is_large and not pinned and index != lowered.loss

@@ -10,7 +10,7 @@ the program and returns at once, and each node runs the program up to the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -132,26 +132,33 @@ def delivery_groups(
     last = {}
     for position in range(boundary, len(actions)):
         last.update(dict.fromkeys((*actions[position].reads, *kept[position]), position))
-    together = sharing(lowered, indices)
-    timed = sorted(
-        (max((last.get(s, boundary) for s in storages), default=boundary), sorted(group))
-        for storages, group in together
-    )
-    sizes = [s for s, _ in lowered.storages]
-    total = sum(sum(sizes[s] for s in storages) for storages, _ in together)
-    found: list[tuple[int, list[int]]] = []
-    waiting: list[int] = []
-    waiting_bytes = 0
-    for place, (position, group) in enumerate(timed):
-        waiting += group
-        waiting_bytes += sum(
-            sizes[s] for i in group for s in lowered.values[lowered.gradients[i]].storages
-        )
-        is_last = place + 1 == len(timed)
-        moves = is_last or timed[place + 1][0] > position
-        if is_last or (moves and waiting_bytes * _MOST_GROUPS >= total):
-            found.append((position, waiting))
-            waiting, waiting_bytes = [], 0
+    timed = [
+        (max((last.get(s, boundary) for s in storages), default=boundary), group, storages)
+        for storages, group in sharing(lowered, indices)
+    ]
+    return [(position, group) for position, group, _ in gathered(lowered, timed, _MOST_GROUPS)]
+
+
+def gathered(
+    lowered: Lowered, timed: Iterable[tuple[int, Collection[int], Collection[int]]], most: int
+) -> list[tuple[int, list[int], list[int]]]:
+    """Return groups of gradients that leave together, in order: moments, gradients and storages.
+
+    Those of `timed` are joined until they have 1 / `most` of the bytes of all of them.
+    """
+    ordered = sorted((place, sorted(group), sorted(lying_on)) for place, group, lying_on in timed)
+    sizes = [size for size, _ in lowered.storages]
+    total = sum(sizes[s] for *_, lying_on in ordered for s in lying_on)
+    found: list[tuple[int, list[int], list[int]]] = []
+    indices: list[int] = []
+    storages: list[int] = []
+    for k, (place, group, lying_on) in enumerate(ordered):
+        indices, storages = [*indices, *group], [*storages, *lying_on]
+        is_last = k + 1 == len(ordered)
+        waits = not is_last and ordered[k + 1][0] == place
+        if is_last or (not waits and sum(sizes[s] for s in storages) * most >= total):
+            found.append((place, indices, storages))
+            indices, storages = [], []
     return found
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import getitem
 from typing import Any, cast
 
 import torch
@@ -36,11 +37,10 @@ from rotor.engines.graph.code.offloading import Layout, Moves, Places
 from rotor.engines.graph.code.pricing import Pooling
 from rotor.engines.graph.code.proving import Prover, compared_storages
 from rotor.engines.graph.costs.repeating import is_empty
-from rotor.engines.graph.tracing.collectives import is_collective, is_wait
 from rotor.engines.graph.tracing.false_edges import of_sizes
-from rotor.engines.graph.tracing.fetches import Fetch, arrived, is_fetch
+from rotor.engines.graph.tracing.fetches import Fetch, arrived, is_collective, is_fetch, is_wait
 from rotor.engines.graph.tracing.groups import Group, groups_among, prepare
-from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
+from rotor.engines.graph.tracing.lowering import Lowered, Task, Value, at_path
 from rotor.errors import CaptureError
 from rotor.tier.homes import Home
 
@@ -223,7 +223,7 @@ class _Writer:
             return self.reference(node.args[0].args[0])  # type: ignore[union-attr, arg-type]
         name = f"v{self.order.setdefault(node, len(self.order))}"
         if name not in self.valid:
-            if node.op == "call_function" and value.base and _is_item(node):
+            if node.op == "call_function" and value.base and node.target is getitem:
                 made = f"{self.reference(value.base.node)}[{node.args[1]!r}]"
             else:
                 made = self.call(node)
@@ -240,7 +240,9 @@ class _Writer:
         if value.node in self.tangent_of:
             return self.variable(self.lowered.loss, (self.tangent_of[value.node],))
         task = self.task_of[value.node]
-        if path not in self.lowered.tasks[task].made and not _is_leaf(value.node, path):
+        if path not in self.lowered.tasks[task].made and not isinstance(
+            at_path(value.node.meta.get("val"), path), torch.Tensor
+        ):
             raise CaptureError(f"{value.node.format_node()} is used as a whole")
         return self.variable(task, path)
 
@@ -326,17 +328,14 @@ class _Writer:
 
     def assignment(self, index: int, task: Task, kept: set[int]) -> str:
         assert task.node is not None
-        value = task.node.meta.get("val")
-        leaves = _leaf_paths(value)
-        if leaves == [()]:
-            if not kept:
-                return ""
-            name = self.variable(index, ())
-            self.define(name, list(task.made.values()))
-            return f"{name} = "
         if not kept:
             return ""
-        return self._pattern(index, task, kept, value, ()) + " = "
+        value = task.node.meta.get("val")
+        if isinstance(value, list | tuple):
+            return self._pattern(index, task, kept, value, ()) + " = "
+        name = self.variable(index, ())
+        self.define(name, list(task.made.values()))
+        return f"{name} = "
 
     def _pattern(
         self, index: int, task: Task, kept: set[int], value: Any, path: tuple[int, ...]
@@ -356,23 +355,6 @@ class _Writer:
 
 def _is_transposed(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is torch.ops.aten.t.default
-
-
-def _is_item(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _is_leaf(node: fx.Node, path: tuple[int, ...]) -> bool:
-    value: Any = node.meta.get("val")
-    for index in path:
-        value = value[index]
-    return isinstance(value, torch.Tensor)
-
-
-def _leaf_paths(value: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    if isinstance(value, list | tuple):
-        return [p for k, item in enumerate(value) for p in _leaf_paths(item, (*path, k))]
-    return [path]
 
 
 def emit(

@@ -1,20 +1,24 @@
-"""Handover of temporary gradients: they are added to existing ones in place, and freed.
+"""Handover of temporary gradients: they are added to existing ones in place, or leave.
 
 A gradient that a parameter lacks is made and stays. If the parameter has one, the new one is
 temporary: after the last operation that needs its memory comes an operation that hands it over.
+Gradients of parameters in a second tier leave for their homes there while the backward goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
+from rotor._pytorch import core
 from rotor.common.accounting import HANDOVERS
-from rotor.engines.graph.code.away import Away
-from rotor.engines.graph.code.early import sharing
+from rotor.engines.contract import CannotPlan
+from rotor.engines.graph.code.early import Owners, Standing, gathered, sharing
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.lowering import Lowered, Task
+from rotor.errors import CaptureError
 from rotor.tier.interface import bytes_at_any_phase
+from rotor.tier.state import AwayState
 
 
 def with_handovers(
@@ -22,12 +26,11 @@ def with_handovers(
     costs: Sequence[Cost],
     existing: Collection[int],
     away: Away | None = None,
-    most: int = HANDOVERS,
 ) -> tuple[Lowered, list[Cost]]:
     """Return the operations of a step in which some gradients exist, and their costs.
 
     `lowered` and `costs` are for a step in which every gradient is new. Temporary gradients are
-    handed over together, as soon as they have 1 / `most` of the bytes of all of them. Gradients in
+    handed over together, as soon as they have 1 / `HANDOVERS` of the bytes of all. Gradients in
     memory of an output, or of a new gradient, stay as they were. With `away`, gradients leave
     for a second tier: each handover waits for the transfers of the one before it, whose gradients
     are in memory until then. They are added to earlier values one by one, which are fetched.
@@ -44,38 +47,27 @@ def with_handovers(
     last: dict[int, int] = {}
     for number, task in enumerate(lowered.tasks):
         last.update(dict.fromkeys((*task.inputs, *task.made.values()), number))
-    timed = sorted(
-        (max(lowered.loss, *(last[s] for s in storages)), sorted(indices), sorted(storages))
+    timed = [
+        (max(lowered.loss, *(last[s] for s in storages)), indices, storages)
         for storages, indices in groups
-    )
-    sizes = [size for size, _ in lowered.storages]
-    total = sum(sizes[s] for *_, storages in timed for s in storages)
+    ]
     settle = None if away is None else away.settle
     after: dict[int, list[Task]] = {}
     leaving: list[int] = []
-    indices: list[int] = []
-    storages: list[int] = []
-    for place, (position, more, lying_on) in enumerate(timed):
-        indices += more
-        storages += lying_on
-        is_last = place + 1 == len(timed)
-        waits = not is_last and timed[place + 1][0] == position
-        enough = sum(sizes[s] for s in storages) * most >= total
-        if is_last or (enough and not waits):
-            after[position] = [
-                Task(
-                    name=f"accumulate_{len(after)}",
-                    node=None,
-                    phase="backward",
-                    inputs=[*storages, *leaving],
-                    once=True,
-                    module=lowered.tasks[position].module,
-                    gradients=tuple(indices),
-                    settle=settle,
-                )
-            ]
-            leaving = [] if settle is None else storages
-            indices, storages = [], []
+    for position, indices, storages in gathered(lowered, timed, HANDOVERS):
+        after[position] = [
+            Task(
+                name=f"accumulate_{len(after)}",
+                node=None,
+                phase="backward",
+                inputs=[*storages, *leaving],
+                once=True,
+                module=lowered.tasks[position].module,
+                gradients=tuple(indices),
+                settle=settle,
+            )
+        ]
+        leaving = [] if settle is None else storages
     if leaving and settle is not None:
         after[position].append(
             Task(
@@ -107,3 +99,52 @@ def with_handovers(
 def _bytes_of(lowered: Lowered, index: int) -> int:
     """Return the bytes of a gradient's storages."""
     return sum(lowered.storages[s][0] for s in lowered.values[lowered.gradients[index]].storages)
+
+
+@dataclass(frozen=True)
+class Away:
+    """Gradients that leave for homes in a second tier."""
+
+    gradients: frozenset[int]
+    """Their numbers."""
+    settle: Callable[[], None]
+    """Function that waits until the ones that have left are there."""
+    standing: Standing
+    """Tensors that stand for the parameters."""
+    alignment_bytes: int
+    """Alignment of the memory to which a gradient is fetched."""
+
+    @classmethod
+    def of(
+        cls,
+        state: AwayState | None,
+        lowered: Lowered,
+        owners: Owners | None,
+        slots: Sequence[core.Slot],
+    ) -> Away | None:
+        """Return the gradients of a captured step that leave, if any can.
+
+        What makes or reads them runs once from now on: they are in memory while they leave, and go
+        with their handover. Raise CannotPlan if the origins of gradients are unknown.
+        """
+        if state is None:
+            return None
+        if owners is None:
+            raise CannotPlan(
+                CaptureError(
+                    "a tensor other than a parameter or an argument gets a gradient, or the "
+                    "forward reads gradients, so that no gradient can leave for a second tier in "
+                    "the backward: leave offload_state out"
+                )
+            )
+        found = [
+            index
+            for index, owner in owners.items()
+            if owner.slots and state.has(core.value_in(slots[owner.slots[0]]))
+        ]
+        leaving = {s for k in found for s in lowered.values[lowered.gradients[k]].storages}
+        for task in lowered.tasks:
+            is_used = not leaving.isdisjoint((*task.inputs, *task.made.values()))
+            task.once |= is_used and task.node is not None
+        standing = Standing(state.parameter_of, state.expect)
+        return cls(frozenset(found), state.settle, standing, state.tier.alignment_bytes)

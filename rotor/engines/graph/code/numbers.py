@@ -1,23 +1,30 @@
-"""Numbers of a captured call that are inputs of its graph: of its arguments and of the model.
+"""Numbers that captured code reads: those of arguments and of the model may be inputs of a graph.
 
 A graph has an operation for each step of the arithmetic that its code does with them. Here the
 result of each step becomes an argument of the operations on tensors: the number of the captured
 call, for which these are priced and proved, with the code that computes it anew in every call.
+
+What the code of a backward reads when it runs, in custom functions and hooks, is a constant of the
+graph: it must be as it was in the forward.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from rotor._pytorch import symbols
+from rotor._pytorch import core, symbols
 from rotor.common.frames import release
+from rotor.common.places import MISSING, is_same, is_scalar
 from rotor.common.tensor_trees import result_tensors
 from rotor.errors import CaptureError
 
@@ -146,3 +153,58 @@ class ModelNumbers:
             return None
         self.inputs |= changed
         return found
+
+
+class LateReads:
+    """The values in a forward, which runs a function with these arguments, a module first.
+
+    `expressions` are dynamo's, with their code. Other arguments live as long as this if one of
+    these is within them.
+    """
+
+    def __init__(
+        self,
+        expressions: Mapping[str, CodeType],
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+    ) -> None:
+        self._expressions, self._globals = expressions, function.__globals__
+        names = function.__code__.co_varnames
+        self._first = names[0]
+        named = zip(names[1:], arguments[1:], strict=False)
+        text = " ".join(expressions)
+        self._others = {name: value for name, value in named if f"L['{name}']" in text}
+        self._module = weakref.ref(arguments[0])
+        self._values = self._now()
+
+    def _now(self) -> list[Any]:
+        local = {**self._others, self._first: self._module()}
+        scope = {"G": self._globals, "L": local}
+        return [_known(code, scope) for code in self._expressions.values()]
+
+    def changed(self) -> str:
+        """Return the place of a value that has changed since; empty if none has."""
+        pairs = zip(self._expressions, self._values, self._now(), strict=True)
+        found = next((name for name, before, now in pairs if not is_same(before, now)), "")
+        return core.module_path(found).removeprefix("G.")
+
+    def check(self) -> None:
+        """Raise RuntimeError if one has changed."""
+        if name := self.changed():
+            raise RuntimeError(
+                f"{name} has changed since the forward, and a backward or a hook of the model "
+                'reads it: change it after the backward, or use engine="dynamic"'
+            )
+
+
+def _known(code: CodeType, scope: dict[str, Any]) -> Any:
+    """Return what tells whether a value is still the same one; its parts are read apart."""
+    try:
+        value = eval(code, scope)
+    except Exception:
+        return MISSING
+    if isinstance(value, torch.Tensor):
+        return value, None if value.is_inference() else value._version
+    if isinstance(value, dict | list | tuple | set | deque):
+        return type(value), len(value)
+    return value if is_scalar(value) else type(value)

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from rotor.common.tensor_trees import extent_of
 from rotor.engines.graph.code.actions import Action, Kind, actions_of, offloaded, root_names
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.tier.interface import Tier, Traffic, bytes_within, placed
@@ -200,8 +201,7 @@ class StepTier:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the bytes up to its last one."""
-    reached = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    elements = 1 + int(reached) if tensor.numel() else 0
+    elements = extent_of(tensor.shape, tensor.stride())
     return int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize
 
 
@@ -282,20 +282,8 @@ def _placed(lives: dict[int, tuple[int, int]], rooms: dict[int, int]) -> tuple[d
     return offsets, int(highs.max(initial=0))
 
 
-class _Lines(Protocol):
-    """Writer of a function, with a table of its variables."""
-
-    lines: list[str]
-
-    def define(self, name: str, storages: Sequence[int]) -> None:
-        """Note a variable on storages."""
-
-    def drop(self, storages: Sequence[int]) -> None:
-        """Write the end of all variables on storages."""
-
-
 class Moves:
-    """Writer of the moves between memory and a second tier."""
+    """Writer of the moves between memory and a second tier, with one that writes a function."""
 
     def __init__(
         self,
@@ -322,7 +310,7 @@ class Moves:
         """Note storages that an operation has begun to read from their homes."""
         self._arriving.update(storages)
 
-    def move(self, writer: _Lines, position: int) -> None:
+    def move(self, writer: Any, position: int) -> None:
         """Write the end of an offload, or the begin of a fetch."""
         kind, storage = self._actions[position][:2]
         if kind is Kind.FETCH:
@@ -336,12 +324,12 @@ class Moves:
             writer.lines.append(f"tier.written({storage})")
         writer.drop(sorted(self._dying[position]))
 
-    def send(self, writer: _Lines, position: int) -> None:
+    def send(self, writer: Any, position: int) -> None:
         """Write the begin of the offloads of new values."""
         for storage in self._written.get(position, ()):
             writer.lines.append(f"tier.write({storage}, {self._names[storage]})")
 
-    def receive(self, writer: _Lines, storages: Sequence[int]) -> None:
+    def receive(self, writer: Any, storages: Sequence[int]) -> None:
         """Write the waits for fetched storages that are about to be read."""
         for storage in storages:
             if storage in self.pending:

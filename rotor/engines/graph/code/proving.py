@@ -7,13 +7,13 @@ proof of the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from rotor.common.checksums import proof_bytes
 from rotor.engines.graph.code.actions import Action, Kind, actions_of, deaths
-from rotor.engines.graph.costs.repeating import is_unspecified
+from rotor.engines.graph.costs.repeating import is_unspecified, keep_from_now_on
 from rotor.engines.graph.tracing.fetches import is_fetch
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.engines.proofs import Origins, RunProof, StepProof, buffers_before
@@ -34,14 +34,13 @@ def proving_bytes(lowered: Lowered, device: torch.device, comparisons: int) -> i
 class Prover(Origins):
     """Prover of the runs of one program.
 
-    `failed` is called with the operations that gave other bits: no plan may compute them again.
+    No plan of the `whole` graph may compute operations again that gave other bits.
     """
 
     cure = "Its value is kept from now on: run the step again"
 
-    def __init__(self, lowered: Lowered, failed: Callable[[list[Task]], None]) -> None:
-        self._lowered = lowered
-        self._failed = failed
+    def __init__(self, lowered: Lowered, whole: Lowered) -> None:
+        self._lowered, self._whole = lowered, whole
         self._next: tuple[StepProof, int, str]
 
     def prepare(self, step: StepProof, number: int = 0, place: str = "") -> None:
@@ -77,7 +76,7 @@ class Prover(Origins):
     def keep(self, sites: Sequence[int]) -> None:
         """Have no plan compute what makes these storages again."""
         made = self._made()
-        self._failed(list({id(made[s]): made[s] for s in sites}.values()))
+        keep_from_now_on(self._whole, list({id(made[s]): made[s] for s in sites}.values()))
 
     def _made(self) -> dict[int, Task]:
         return {s: task for task in self._lowered.tasks for s in task.made.values()}

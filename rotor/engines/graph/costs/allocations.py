@@ -22,9 +22,17 @@ that is freed. Where both choices give the same order, it is listed once.
 class Recorded:
     """Events of a number of operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: profiler.AllocationTrace) -> None:
+        self._trace = trace
         self.events: list[list[int]] = []
         """By operation, the bytes of allocated blocks; negative for freed blocks."""
+
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """Record the events of an operation."""
+        self._trace.mark("begin")
+        yield
+        self._trace.mark("end")
 
     def orders(self, index: int, made: Sequence[int]) -> Orders:
         """Return the possible orders within an operation that makes storages of known sizes."""
@@ -34,25 +42,14 @@ class Recorded:
         return tuple(order for order in dict.fromkeys(found) if order is not None)
 
 
-class _Recorder:
-    def __init__(self, trace: profiler.AllocationTrace) -> None:
-        self._trace = trace
-
-    @contextmanager
-    def operation(self) -> Iterator[None]:
-        """Record the events of an operation."""
-        self._trace.mark("begin")
-        yield
-        self._trace.mark("end")
-
-
 @contextmanager
-def record(device: torch.device, recorded: Recorded) -> Iterator[_Recorder]:
-    """Record operations; their events are in `recorded` afterwards."""
+def record(device: torch.device) -> Iterator[Recorded]:
+    """Record operations; their events are known afterwards."""
     trace = profiler.AllocationTrace(device_type=device.type)
     trace.start()
+    recorded = Recorded(trace)
     try:
-        yield _Recorder(trace)
+        yield recorded
     finally:
         events = trace.stop()
     sizes = events.nbytes.tolist()

@@ -22,8 +22,8 @@ from rotor.chain import Saved, check_header
 from rotor.common.accounting import rounded_bytes
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.graph.costs.profile import Cost
-from rotor.engines.graph.tracing.collectives import is_collective
-from rotor.engines.graph.tracing.lowering import Lowered, Task
+from rotor.engines.graph.tracing.fetches import is_collective
+from rotor.engines.graph.tracing.lowering import Lowered, Task, at_path
 from rotor.timing import measure_ns
 
 logger = logging.getLogger("rotor")
@@ -245,18 +245,20 @@ def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 * _NS / max(_timed(lambda: a @ b, device), 1)
 
 
+def made_tensor(lowered: Lowered, task: Task, path: tuple[int, ...]) -> torch.Tensor:
+    """Return the fake tensor that is the root of an operation's new storage."""
+    if task.node is None:
+        path, value = path[1:], lowered.tangents[path[0]].meta["val"]
+    else:
+        value = task.node.meta["val"]
+    found: torch.Tensor = at_path(value, path)
+    return found
+
+
 def made_bytes(lowered: Lowered, task: Task, device_type: str) -> tuple[int, ...]:
     """Return the sizes of an operation's new storages, as rounded by this type's allocator."""
-    sizes = []
-    for path in task.made:
-        if task.node is None:
-            value, below = lowered.tangents[path[0]].meta["val"], path[1:]
-        else:
-            value, below = task.node.meta["val"], path
-        for index in below:
-            value = value[index]
-        sizes.append(rounded_bytes(value.untyped_storage().nbytes(), device_type))
-    return tuple(sizes)
+    made = [made_tensor(lowered, task, path).untyped_storage().nbytes() for path in task.made]
+    return tuple([rounded_bytes(size, device_type) for size in made])
 
 
 def estimate(lowered: Lowered, machine: Machine) -> list[Cost]:
@@ -307,17 +309,6 @@ def _name(node: fx.Node) -> str:
     return str(packet)
 
 
-def _values(value: Any) -> Any:
-    """Return the arguments with fake tensors in the place of nodes."""
-    if isinstance(value, fx.Node):
-        return value.meta.get("val")
-    if isinstance(value, list | tuple):
-        return type(value)([_values(item) for item in value])
-    if isinstance(value, dict):
-        return {name: _values(item) for name, item in value.items()}
-    return value
-
-
 def flops_of(node: fx.Node) -> int:
     """Return the floating-point operations of a call, by PyTorch's formula or one per element.
 
@@ -333,10 +324,11 @@ def flops_expression(node: fx.Node) -> Any:
     other, count = _AS.get(name, (name, None))
     formula = formulas.get(other)
     if formula is not None:
-        args = _values(node.args)
-        kwargs = _values(node.kwargs) if count is None else {}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
         try:
-            return formula(*args[:count], **kwargs, out_val=node.meta["val"])
+            return formula(
+                *args[:count], **kwargs if count is None else {}, out_val=node.meta["val"]
+            )
         except (AssertionError, TypeError, ValueError, RuntimeError) as error:
             logger.info("the formula for the flops of %s does not apply: %s", name, error)
     return sum(tensor.numel() for tensor in _tensors_of(node))

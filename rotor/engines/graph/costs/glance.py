@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import fx
 from rotor.common import cache
 from rotor.common.tensor_trees import tree_tensors
 from rotor.engines.graph.costs.profile import (
-    FAILURES,
     Arguments,
     Cost,
     choose_kernels,
@@ -27,16 +27,15 @@ from rotor.engines.graph.costs.profile import (
     distinct_operations,
     environment_of,
     estimated_ns,
+    found_alone,
     holds_whole_numbers,
     in_order,
     isolated,
     keys_of,
-    log_estimate,
     planned_bytes,
     sizes_of,
     tested_alone,
     timed,
-    wholes_for,
 )
 from rotor.engines.graph.costs.repeating import DIFFERS, NOT_RUN, UNTESTED, tested
 from rotor.engines.graph.tracing.lowering import Lowered, Task
@@ -117,7 +116,9 @@ def _glance(
     with memory.meter(device) as meter:
         for index, task in enumerate(tasks):
             name = f"operation {index}"
-            found.append(_seen(task, name, arguments, clock, device, meter, proves))
+            # None of its arguments and results is alive after a run.
+            run = partial(_run, task, name, arguments, clock, device, meter, proves)
+            found.append(found_alone(task, arguments, device, run))
             if progress is not None:
                 progress(index + 1, len(tasks))
     segments = {segment.name: segment for segment in meter.segments}
@@ -178,7 +179,7 @@ def _is_plain(task: Task, device: torch.device) -> bool:
     return name in _PLAIN or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
-def _seen(
+def _run(
     task: Task,
     name: str,
     arguments: Arguments,
@@ -186,27 +187,9 @@ def _seen(
     device: torch.device,
     meter: memory.Meter,
     proves: bool,
-) -> tuple[str, int, list[int], int] | None:
-    """Return an operation's name in the meter, time, sizes, flags; None if it does not run.
-
-    None of its arguments and results is alive when this returns.
-    """
-    for arguments.whole in wholes_for(task, device):
-        try:
-            return _run(_Runs(task, arguments, name, clock, meter), task, device, proves)
-        except torch.OutOfMemoryError:
-            raise
-        except FAILURES as error:
-            reason = str(error)
-    log_estimate(task, reason)
-    return None
-
-
-def _run(
-    runs: _Runs, task: Task, device: torch.device, proves: bool
 ) -> tuple[str, int, list[int], int]:
     """Run an operation once or twice; return its name in the meter, time, sizes and flags."""
-    flags = UNTESTED
+    runs, flags = _Runs(task, arguments, name, clock, meter), UNTESTED
     if not proves or not _is_plain(task, device):
         flags = tested(task, runs, device)
     else:

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from rotor._pytorch import core, devices, dispatch, scripts
 from rotor.common import cache
-from rotor.common.tensor_trees import tree_tensors
+from rotor.common.tensor_trees import extent_of, tree_tensors
 from rotor.common.undisturbed import generators_kept, random_states_kept
-from rotor.engines.graph.costs.allocations import Orders, Recorded, record
+from rotor.engines.graph.costs.allocations import Orders, record
 from rotor.engines.graph.costs.repeating import NOT_RUN, UNTESTED, tested
-from rotor.engines.graph.tracing.collectives import is_collective
+from rotor.engines.graph.tracing.fetches import is_collective
 from rotor.engines.graph.tracing.groups import groups_among, prepare
-from rotor.engines.graph.tracing.lowering import Lowered, Task
+from rotor.engines.graph.tracing.lowering import Lowered, Task, at_path
 from rotor.meter import allocator as memory
 from rotor.meter.step_meter import check_idle
 from rotor.timing import is_single, measure_ns
@@ -250,12 +250,7 @@ class Arguments:
     def _like(self, value: torch.Tensor) -> torch.Tensor:
         if value.layout != torch.strided:
             return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-        extent = 1 + sum(
-            (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
-        )
-        if not value.numel():
-            extent = 0
-        begin = 0
+        begin, extent = 0, extent_of(value.shape, value.stride())
         if self._in_storage:
             begin, extent = int(value.storage_offset()), max(extent, _elements_of_storage(value))
         flat = torch.empty(extent, dtype=value.dtype, device=value.device)
@@ -453,13 +448,12 @@ def _orders(
     """Return the orders of the allocations within operations; each is None on the CPU."""
     if device.type == "cpu":
         return [None] * len(tasks)
-    recorded = Recorded()
     runs = [k for k, ns in enumerate(times) if ns is not None]
-    with record(device, recorded) as recorder:
+    with record(device) as recorded:
         for k in runs:
             arguments.whole = wholes[k]
             function, args, kwargs = arguments.of(tasks[k])
-            with recorder.operation():
+            with recorded.operation():
                 result = function(*args, **kwargs)
             del result, args, kwargs
     found: list[Orders | None] = [()] * len(tasks)
@@ -479,9 +473,7 @@ def sizes_of(task: Task, result: Any, given: Any, planned: list[int]) -> list[in
     known = {core.storage_identity(tensor) for tensor in tree_tensors(given)}
     found = []
     for path, size in zip(task.made, planned, strict=True):
-        tensor = result
-        for index in path:
-            tensor = tensor[index]
+        tensor = at_path(result, path)
         if isinstance(tensor, torch.Tensor) and core.storage_identity(tensor) not in known:
             size = memory.storage_bytes([tensor])
         found.append(size)
@@ -509,23 +501,20 @@ def estimated_ns(task: Task, device: torch.device) -> int:
     return _OVERHEAD_NS + total // _BYTES_PER_NS[device.type != "cpu"]
 
 
-def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
-    """Return the nanoseconds of a run; None if the operation does not run on made-up arguments."""
+Found = TypeVar("Found")
+
+
+def found_alone(
+    task: Task, arguments: Arguments, device: torch.device, run: Callable[[], Found]
+) -> Found | None:
+    """Return what a run of an operation on made-up arguments finds; None if it does not run."""
     for arguments.whole in wholes_for(task, device):
         try:
-            function, args, kwargs = arguments.of(task)
-            call = partial(function, *args, **kwargs)
-            return measure_ns(call, device, max_seconds=_SECONDS_PER_OPERATION)
+            return run()
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
             reason = str(error)
-    log_estimate(task, reason)
-    return None
-
-
-def log_estimate(task: Task, reason: str) -> None:
-    """Log that an operation does not run alone."""
     assert task.node is not None
     logger.info(
         "%s of %s is estimated by its bytes, for it does not run alone: %s",
@@ -533,3 +522,15 @@ def log_estimate(task: Task, reason: str) -> None:
         task.module or "the model",
         reason,
     )
+    return None
+
+
+def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
+    """Return the nanoseconds of a run; None if the operation does not run on made-up arguments."""
+
+    def run() -> int:
+        function, args, kwargs = arguments.of(task)
+        call = partial(function, *args, **kwargs)
+        return measure_ns(call, device, max_seconds=_SECONDS_PER_OPERATION)
+
+    return found_alone(task, arguments, device, run)

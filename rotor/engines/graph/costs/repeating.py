@@ -20,7 +20,7 @@ from rotor.common.checksums import (
     UNSPECIFIED_OUTPUTS,
     checksum,
 )
-from rotor.engines.graph.tracing.collectives import is_collective
+from rotor.engines.graph.tracing.fetches import is_collective
 from rotor.engines.graph.tracing.lowering import Lowered, Task, tensors_by_path
 
 UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8

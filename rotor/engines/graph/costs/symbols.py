@@ -22,10 +22,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from rotor._pytorch import core, symbols
-from rotor.engines.graph.costs.estimate import flops_expression, moved_bytes
+from rotor.engines.graph.costs.estimate import flops_expression, made_tensor, moved_bytes
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.false_edges import of_sizes
-from rotor.engines.graph.tracing.lowering import Lowered, Task, Value
+from rotor.engines.graph.tracing.lowering import Lowered, Value
 from rotor.meter import allocator
 
 _LAUNCH_NS = 3_000
@@ -175,7 +175,8 @@ class Sizes:
             storages = [0] * len(lowered.storages)
             for task in lowered.tasks:
                 for path, storage in task.made.items():
-                    storages[storage] = expressions.add(_made(lowered, task, path))
+                    made = made_tensor(lowered, task, path)
+                    storages[storage] = expressions.add(made.untyped_storage().nbytes())
             moved = [expressions.add(moved_bytes(n) if n is not None else 0) for n in nodes]
             flops = [expressions.add(flops_expression(n) if n is not None else 0) for n in nodes]
         self._evaluate = expressions.compiled()
@@ -192,17 +193,6 @@ class Sizes:
         found = np.array(self._evaluate(*values), dtype=np.int64)
         bytes_of = found[self._storages]
         return -(-bytes_of // self._unit) * self._unit, found[self._moved], found[self._flops]
-
-
-def _made(lowered: Lowered, task: Task, path: tuple[int, ...]) -> Any:
-    """Return the bytes of a new storage, as a number or an expression."""
-    if task.node is None:
-        value, below = lowered.tangents[path[0]].meta["val"], path[1:]
-    else:
-        value, below = task.node.meta["val"], path
-    for index in below:
-        value = value[index]
-    return value.untyped_storage().nbytes()
 
 
 def origin_values(lowered: Lowered, primals: Sequence[Any]) -> list[int]:

@@ -16,12 +16,23 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, symbols
-from rotor.common.tensor_trees import result_tensors
+from rotor.common.tensor_trees import extent_of, result_tensors
 
 
 def identities_of(node: fx.Node) -> list[int]:
     """Return the identity of the storage of each of a node's tensors."""
     return [core.storage_identity(tensor) for tensor in result_tensors(node.meta.get("val"))]
+
+
+def changed_inputs(output: fx.Node, count: int) -> dict[int, str]:
+    """Return the numbers of the results that are new values of inputs, and which these are.
+
+    `output` is that of a joint graph, of which the first `count` results are the forward's. An
+    input is given by the text of its description.
+    """
+    described = (output.meta.get("desc") or [])[:count]
+    inputs = [getattr(one, "mutated_input", None) for one in described]
+    return {number: repr(one) for number, one in enumerate(inputs) if one is not None}
 
 
 DEVICES = ("cpu",)
@@ -146,9 +157,7 @@ def of_sizes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtyp
 
 def without_memory(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros on pages of the address space that have no memory unless they are written."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    if not shape.numel():
-        extent = 0
-    pages = mmap.mmap(-1, max(extent, 1) * dtype.itemsize, access=mmap.ACCESS_COPY)
-    flat = torch.frombuffer(pages, dtype=dtype, count=max(extent, 1))
+    extent = max(extent_of(shape, strides), 1)
+    pages = mmap.mmap(-1, extent * dtype.itemsize, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(pages, dtype=dtype, count=extent)
     return flat.as_strided(shape, strides)

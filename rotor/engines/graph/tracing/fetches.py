@@ -1,18 +1,25 @@
-"""Parameters at home in a second tier: each becomes the result of an operation that fetches it.
+"""Operations of captured graphs that bring bytes from elsewhere: fetches and collectives.
 
-A plan then keeps the fetched tensor, or fetches it again where it is read next, as it computes
+A parameter at home in a second tier becomes the result of an operation that fetches it. A plan then
+keeps the fetched tensor, or fetches it again where it is read next, as it computes
 other values again.
+
+A functional collective returns a tensor that is written to later, and ``wait_tensor`` returns the
+same storage once it is; the fake tensors of a capture lie on two storages. Here a wait is a view of
+the result of its collective, and the emitted code of the collective waits in its own line, so that
+checksums and frees come after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from rotor._pytorch import core
+from rotor._pytorch import core, dispatch
+from rotor.engines.graph.tracing.false_edges import changed_inputs
 from rotor.errors import CaptureError
 from rotor.tier.homes import Home
 
@@ -75,11 +82,12 @@ def insert_fetches(module: fx.GraphModule, homes: Sequence[Home | None], outputs
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     returned = set(graph.output_node().all_input_nodes)
+    written = set(changed_inputs(graph.output_node(), outputs).values())
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node, home in zip(placeholders, homes, strict=False):
         if home is None or not node.users:
             continue
-        if node in returned or _writes(graph, node, outputs):
+        if node in returned or repr(node.meta.get("desc")) in written:
             raise CaptureError(
                 f"the forward returns or writes the parameter {node.name}, whose bytes are in a "
                 "second tier: return a clone of it, or leave offload_state out"
@@ -96,8 +104,24 @@ def insert_fetches(module: fx.GraphModule, homes: Sequence[Home | None], outputs
     module.recompile()
 
 
-def _writes(graph: fx.Graph, node: fx.Node, outputs: int) -> bool:
-    """Return whether a result of the forward is the new value of an input."""
-    described = graph.output_node().meta.get("desc") or []
-    written = [getattr(desc, "mutated_input", None) for desc in described[:outputs]]
-    return any(repr(desc) == repr(node.meta.get("desc")) for desc in written if desc is not None)
+def is_wait(node: fx.Node) -> bool:
+    """Return whether a node waits for a collective."""
+    return dispatch.is_wait(node.target)
+
+
+def is_collective(node: fx.Node | None) -> bool:
+    """Return whether other processes take part in the operation of a node."""
+    return node is not None and dispatch.is_collective(node.target)
+
+
+def awaited(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the nodes that wait, each with the node of the result for which it waits."""
+    for node in nodes:
+        if node.op == "call_function" and is_wait(node):
+            yield node, node.all_input_nodes[0]
+
+
+def groups_of(nodes: Iterable[fx.Node | None]) -> list[Any]:
+    """Return the process groups of these collectives, but for those of fake processes."""
+    found = [node for node in nodes if node is not None]
+    return dispatch.groups_among(v for n in found for v in (*n.args, *n.kwargs.values()))

@@ -24,8 +24,9 @@ from rotor._pytorch import core, inductor, symbols
 from rotor._pytorch.symbols import symbols_in
 from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph.tracing import marks
-from rotor.engines.graph.tracing.false_edges import identities_of
+from rotor.engines.graph.tracing.false_edges import changed_inputs, identities_of
 from rotor.engines.graph.tracing.groups import group_of
+from rotor.engines.graph.tracing.lowering import symbols_among
 
 _ORIGINS = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace")
 """Facts on a node's place in the model."""
@@ -64,7 +65,7 @@ def fuse(module: fx.GraphModule, num_outputs: int) -> None:
     """
     returned: Any = module.graph.output_node()
     described = returned.meta.get("desc")
-    changed = _changed_inputs(described, num_outputs)
+    changed = changed_inputs(returned, num_outputs)
     checks = _checks(module.graph)
     read = list(dict.fromkeys(node for check in checks for node in check.all_input_nodes))
     results = list(returned.args[0])
@@ -82,15 +83,6 @@ def fuse(module: fx.GraphModule, num_outputs: int) -> None:
     if described is not None:
         module.graph.output_node().meta["desc"] = described
     module.recompile()
-
-
-def _changed_inputs(described: Any, num_outputs: int) -> list[int]:
-    """Return the numbers of the outputs that are new values of inputs."""
-    return [
-        number
-        for number, one in enumerate((described or [])[:num_outputs])
-        if getattr(one, "mutated_input", None) is not None
-    ]
 
 
 def _makes_nothing(node: fx.Node) -> bool:
@@ -116,20 +108,13 @@ def _symbols(graph: fx.Graph) -> dict[str, fx.Node]:
     """Return the nodes of the symbols by name: inputs, or sizes of inputs, which are added."""
     found: dict[str, fx.Node] = {}
     inputs = graph.find_nodes(op="placeholder")
-    for node in filter(_is_number, inputs):
-        value = node.meta["val"]
-        if symbols_in(value) == {symbols.text_of(value)}:
-            found.setdefault(symbols.text_of(value), node)
     first = next((node for node in graph.nodes if node.op != "placeholder"), None)
-    for node in inputs:
-        for tensor in result_tensors(node.meta.get("val")):
-            for dimension, size in enumerate(tensor.shape):
-                name = symbols.text_of(size)
-                if symbols_in(size) == {name} and name not in found:
-                    with graph.inserting_before(first):
-                        place = (node, dimension)
-                        found[name] = graph.call_function(torch.ops.aten.sym_size.int, place)
-                    found[name].meta["val"] = size
+    for name, (number, dimension) in symbols_among(inputs).items():
+        found[name] = node = inputs[number]
+        if dimension is not None:
+            with graph.inserting_before(first):
+                found[name] = graph.call_function(torch.ops.aten.sym_size.int, (node, dimension))
+            found[name].meta["val"] = node.meta["val"].shape[dimension]
     return found
 
 

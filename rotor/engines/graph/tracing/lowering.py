@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,8 +29,13 @@ from rotor._pytorch import core, inductor, symbols
 from rotor._pytorch.draws import is_random
 from rotor.common.tensor_trees import result_tensors
 from rotor.engines.graph.tracing import marks
-from rotor.engines.graph.tracing.collectives import awaited, is_collective
-from rotor.engines.graph.tracing.false_edges import drop_false_edges, identities_of, of_sizes
+from rotor.engines.graph.tracing.false_edges import (
+    changed_inputs,
+    drop_false_edges,
+    identities_of,
+    of_sizes,
+)
+from rotor.engines.graph.tracing.fetches import awaited, is_collective
 from rotor.engines.graph.tracing.rewrite import normalise_as_in_eager, split_convolutions
 from rotor.errors import CaptureError
 from rotor.meter import allocator
@@ -220,6 +225,13 @@ def tensors_by_path(
             yield from tensors_by_path(item, (*path, index))
 
 
+def at_path(value: Any, path: Sequence[int]) -> Any:
+    """Return what lies at a place in nested lists and tuples."""
+    for index in path:
+        value = value[index]
+    return value
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's storage, for the sizes of the capture."""
     return allocator.rounded_bytes(
@@ -293,12 +305,8 @@ class _Lowering:
 
     def _mutated(self) -> set[fx.Node]:
         described = {repr(node.meta.get("desc")): node for node in self.primals}
-        found = set()
-        for desc in (self.nodes[-1].meta.get("desc") or [])[: len(self.outputs)]:
-            mutated = getattr(desc, "mutated_input", None)
-            if mutated is not None:
-                found.add(described[repr(mutated)])
-        return found
+        changed = changed_inputs(self.nodes[-1], len(self.outputs))
+        return {described[name] for name in changed.values()}
 
     def _outputs_of_tangents(self) -> list[int]:
         described = {
@@ -373,7 +381,6 @@ class _Lowering:
         )
 
     def _symbols(self) -> dict[str, tuple[int, int | None]]:
-        found: dict[str, tuple[int, int | None]] = {}
         parts = [
             part
             for node in self.nodes
@@ -381,16 +388,8 @@ class _Lowering:
             if node.op != "placeholder" or part is not node.meta["val"]
         ]
         if not parts:
-            return found
-        for index, node in enumerate(self.primals):
-            for tensor in result_tensors(node.meta.get("val")):
-                for dimension, size in enumerate(tensor.shape):
-                    if symbols.symbols_in(size) == {symbols.text_of(size)}:
-                        found.setdefault(symbols.text_of(size), (index, dimension))
-        for index, node in enumerate(self.primals):
-            value = node.meta.get("val")
-            if symbols.symbols_in(value) == {symbols.text_of(value)}:
-                found[symbols.text_of(value)] = (index, None)
+            return {}
+        found = symbols_among(self.primals)
         used = {name for part in parts for name in symbols.symbols_in(part)}
         if not used <= set(found):
             raise CaptureError(
@@ -506,6 +505,21 @@ def _refuse_sparse(node: fx.Node) -> None:
             "a sparse tensor cannot be planned, for its size is not known before it is made: use "
             "nn.Embedding(sparse=False)"
         )
+
+
+def symbols_among(inputs: Sequence[fx.Node]) -> dict[str, tuple[int, int | None]]:
+    """Return the number of an input, and of its dimension, by symbol; None: the input is it."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for index, node in enumerate(inputs):
+        for tensor in result_tensors(node.meta.get("val")):
+            for dimension, size in enumerate(tensor.shape):
+                if symbols.symbols_in(size) == {symbols.text_of(size)}:
+                    found.setdefault(symbols.text_of(size), (index, dimension))
+    for index, node in enumerate(inputs):
+        value = node.meta.get("val")
+        if symbols.symbols_in(value) == {symbols.text_of(value)}:
+            found[symbols.text_of(value)] = (index, None)
+    return found
 
 
 def _unique(items: Iterable[int]) -> list[int]:

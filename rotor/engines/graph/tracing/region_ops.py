@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rotor._pytorch import core, regions
+from rotor.common.tensor_trees import extent_of
 
 FAMILIES: dict[int, Family] = {}
 """Families of the calls that are being traced, by number."""
@@ -251,7 +252,4 @@ def _traced(
 def _bytes(node: fx.Node) -> int:
     """Return the bytes of a storage that has the elements of a node's tensor only."""
     value = node.meta["val"]
-    if not value.numel():
-        return 0
-    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    return int(extent * value.dtype.itemsize)
+    return int(extent_of(value.shape, value.stride()) * value.dtype.itemsize)
