@@ -153,10 +153,6 @@ class CapturedStep:
         on_cpu = all(value.device.type in DEVICES for value in values)
         return large if on_cpu and not is_known and len(large) < len(values) else frozenset()
 
-    def forget_programs(self) -> None:
-        """Drop the code of programs: the limit or an option has changed."""
-        self.capture.forget_programs()
-
     def existing_among(self, lacking: Sequence[bool]) -> frozenset[int]:
         """Return the existing gradients, by flags of `slots_of` that are true where none exists.
 

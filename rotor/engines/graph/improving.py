@@ -565,7 +565,7 @@ class Improver:
         for place in list(self._searches):
             self._end(place)
         for step in self._steps.values():
-            step.forget_programs()
+            step.capture.forget_programs()
         for family in self._families.values():
             for graph in family.graphs:
                 graph.forget_programs()

@@ -314,9 +314,9 @@ class GraphPlan(Metered):
             return
         assert self.step.owners is not None
         self._place(found)
-        standing = None if self.step.away is None else self.step.away.standing
-        early = EarlyStep(found, self.step.owners, standing=standing)
-        if standing is not None:
+        state = None if self.step.away is None else self.step.away.state
+        early = EarlyStep(found, self.step.owners, state=state)
+        if state is not None:
             # Another graph that the call may reach has gradients of other shells.
             self.step.capture.forget_programs()
         self.step.captured.emitted = early

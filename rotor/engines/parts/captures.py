@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,49 +14,41 @@ from torch import nn
 from rotor._pytorch import core
 from rotor._pytorch.captures import fresh
 from rotor.common.frames import release
-from rotor.engines.contract import CannotPlan, NothingToPlan
+from rotor.engines.contract import CannotPlan, NothingToPlan, Settings
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.early import owners_of, slots_of
 from rotor.engines.graph.code.handover import Away
 from rotor.engines.graph.code.numbers import ModelNumbers, numbers_of
-from rotor.engines.graph.costs.profile import Cost
+from rotor.engines.graph.costs.recorded import price
 from rotor.engines.graph.sizing import Alone, Families, Family, shapes_of
-from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.parts.kinds import Kind, in_place
 from rotor.errors import CaptureError
-from rotor.tier.offload import Offload
 from rotor.tier.state import AwayState
 
 logger = logging.getLogger("rotor")
-
-Price = Callable[[Lowered, torch.device, Sequence[Any]], list[Cost]]
 
 
 class Captures:
     """Captured graphs of a model's parts, by their common properties.
 
-    `price` returns the costs of captured operations, and the options are those of
-    `rotor.graph.plan`. With `shares_shapes`, calls that differ in sizes share a capture. Parts
-    whose parameters are at home in a second tier, by `away`, have a capture each, and share
-    programs.
+    With `shares_shapes`, calls that differ in sizes share a capture. Parts whose parameters are at
+    home in a second tier, by `away`, have a capture each, and share programs.
     """
 
     def __init__(
         self,
+        settings: Settings,
         device: torch.device,
-        price: Price,
-        options: dict[str, Any],
         *,
         shares_shapes: bool = False,
-        offload: Offload | None = None,
         away: AwayState | None = None,
     ) -> None:
-        self.offload = offload
+        self.offload = settings.offload
         self.away = away
         self.device = device
-        self._price = price
-        self._options = options
+        self._source = settings.profile
+        self._options = {"effort": "fast"} | settings.options
         self._captures: dict[Any, Capture] = {}
         self._numbers: defaultdict[Any, ModelNumbers] = defaultdict(ModelNumbers)
         self._read: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
@@ -153,7 +144,7 @@ class Captures:
                 slots_of(module),
                 arguments,
                 self.device,
-                lambda lowered: self._price(lowered, self.device, found.primals),
+                lambda lowered: price(self._source, lowered, self.device, found.primals),
                 self._alone.get(id(family), []),
                 state=self.away,
                 loss_captured=False,
@@ -188,7 +179,7 @@ class Captures:
                 slots = slots_of(module)
                 with in_place(self.away, module):
                     owners = owners_of(captured.lowered, found.primals, slots, arguments)
-                costs = self._price(captured.lowered, self.device, found.primals)
+                costs = price(self._source, captured.lowered, self.device, found.primals)
                 step = CapturedStep(
                     capture,
                     captured,

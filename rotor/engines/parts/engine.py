@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,7 +29,6 @@ from rotor.engines.contract import (
 from rotor.engines.graph.calls import captured_key
 from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.offloading import Placed
-from rotor.engines.graph.costs.recorded import price
 from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.parts.captures import Captures
@@ -109,17 +107,8 @@ class PartsEngine(MeteredEngine):
         )
         old = self.pieces.pop(key, None)
         if captures is None:
-            options = {"effort": "fast"} | self.settings.options
-            pricing = partial(price, self.settings.profile)
-            offload = self.settings.offload
-            captures = Captures(
-                device,
-                pricing,
-                options,
-                shares_shapes=True,
-                offload=offload,
-                away=self.settings.away,
-            )
+            away = self.settings.away
+            captures = Captures(self.settings, device, shares_shapes=True, away=away)
         module = self.context.module
         lacking = self.context.structure.lacking_gradient(key.absent)
         existing = {id(p) for p in module.parameters() if p.requires_grad} - lacking

@@ -353,8 +353,8 @@ class Kind:
     ) -> Iterator[Any]:
         """Make the next call run a program; return the arguments to call it with."""
         if isinstance(code, EarlyCode) and self.step.owners is not None:
-            standing = None if self.step.away is None else self.step.away.standing
-            early = EarlyStep(code, self.step.owners, marks, standing)
+            state = None if self.step.away is None else self.step.away.state
+            early = EarlyStep(code, self.step.owners, marks, state)
             self.captured.emitted = early
             with early.around(slots_of(module), arguments) as replaced:
                 yield replaced

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from rotor.engines.chain.growth import kept_until_backward
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter
 from rotor.engines.graph.calls import captured_key, check_arguments
-from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
+from rotor.engines.graph.costs.recorded import MEASURED, source_of
 from rotor.engines.graph.engine import check_generator
 from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, confirmed
@@ -134,10 +133,7 @@ class ShardedBlocksEngine(MeteredEngine):
 
     def _captures_on(self, device: torch.device) -> Captures:
         if device not in self._captures:
-            options = {"effort": "fast"} | self.settings.options
-            pricing = partial(price, self.settings.profile)
-            offload = self.settings.offload
-            self._captures[device] = Captures(device, pricing, options, offload=offload)
+            self._captures[device] = Captures(self.settings, device)
         return self._captures[device]
 
     def _known_blocks(self, key: Key) -> Blocks:

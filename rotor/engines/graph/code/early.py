@@ -30,6 +30,7 @@ from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.proofs import PutBack, gradients_before
 from rotor.errors import RecomputationError
+from rotor.tier.state import AwayState
 
 _MOST_GROUPS = 32
 
@@ -46,16 +47,6 @@ class Owner:
 
 Owners = dict[int, Owner]
 """Origin of each primal that gets a gradient."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Tensors without bytes that stand for parameters in a captured call."""
-
-    parameter_of: Callable[[Any], Any]
-    """Function that returns the parameter for which a tensor stands; another tensor itself."""
-    expect: Callable[[Sequence[torch.Tensor]], None]
-    """Function that is told the parameters whose gradients may leave while the code goes on."""
 
 
 def slots_of(module: nn.Module) -> list[core.Slot]:
@@ -382,18 +373,21 @@ class _Deliver(Function):
 
 
 class EarlyStep:
-    """Runner of one captured call that delivers its gradients early; `marks` as in `Delivery`."""
+    """Runner of one captured call that delivers its gradients early; `marks` as in `Delivery`.
+
+    `state` has the parameters for which tensors without bytes stand in the call, if they do.
+    """
 
     def __init__(
         self,
         code: EarlyCode,
         owners: Owners,
         marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
-        standing: Standing | None = None,
+        state: AwayState | None = None,
     ) -> None:
         self.forward = code.forward
-        self.backward = Delivery(code, marks, None if standing is None else standing.expect)
-        self._standing = standing
+        self.backward = Delivery(code, marks, None if state is None else state.expect)
+        self._state = state
         self._groups = code.groups
         self._owners = owners
         self._originals: dict[int, torch.Tensor] = {}
@@ -427,8 +421,8 @@ class EarlyStep:
                     for owner in owners
                 ]
                 # Tensors without bytes stand for parameters, whose gradients these are.
-                standing = self._standing
-                roots = tensors if standing is None else map(standing.parameter_of, tensors)
+                state = self._state
+                roots = tensors if state is None else map(state.parameter_of, tensors)
                 given = _Deliver.apply(self.backward, group, tensors, *roots)
                 # Some stand for the same argument, and no call holds all: ids must stay theirs.
                 self._substitutes += given

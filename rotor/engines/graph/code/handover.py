@@ -7,13 +7,13 @@ Gradients of parameters in a second tier leave for their homes there while the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rotor._pytorch import core
 from rotor.common.accounting import HANDOVERS
 from rotor.engines.contract import CannotPlan
-from rotor.engines.graph.code.early import Owners, Standing, gathered, sharing
+from rotor.engines.graph.code.early import Owners, gathered, sharing
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.lowering import Lowered, Task
 from rotor.errors import CaptureError
@@ -51,7 +51,7 @@ def with_handovers(
         (max(lowered.loss, *(last[s] for s in storages)), indices, storages)
         for storages, indices in groups
     ]
-    settle = None if away is None else away.settle
+    settle = None if away is None else away.state.settle
     after: dict[int, list[Task]] = {}
     leaving: list[int] = []
     for position, indices, storages in gathered(lowered, timed, HANDOVERS):
@@ -89,7 +89,7 @@ def with_handovers(
             largest = max((_bytes_of(lowered, index) for index in added.gradients), default=0)
             workspace = 0
             if away is not None and largest:
-                workspace = bytes_at_any_phase(largest, away.alignment_bytes)
+                workspace = bytes_at_any_phase(largest, away.state.tier.alignment_bytes)
             priced.append(Cost(0, workspace))
     temporary = {s for added in after.values() for task in added for s in task.inputs}
     pinned = [(size, pin and s not in temporary) for s, (size, pin) in enumerate(lowered.storages)]
@@ -107,12 +107,8 @@ class Away:
 
     gradients: frozenset[int]
     """Their numbers."""
-    settle: Callable[[], None]
-    """Function that waits until the ones that have left are there."""
-    standing: Standing
-    """Tensors that stand for the parameters."""
-    alignment_bytes: int
-    """Alignment of the memory to which a gradient is fetched."""
+    state: AwayState
+    """Homes, and the parameters for which tensors without bytes stand in a captured call."""
 
     @classmethod
     def of(
@@ -146,5 +142,4 @@ class Away:
         for task in lowered.tasks:
             is_used = not leaving.isdisjoint((*task.inputs, *task.made.values()))
             task.once |= is_used and task.node is not None
-        standing = Standing(state.parameter_of, state.expect)
-        return cls(frozenset(found), state.settle, standing, state.tier.alignment_bytes)
+        return cls(frozenset(found), state)
