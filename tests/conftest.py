@@ -42,7 +42,7 @@ _LEARNT = {
     "rotor.common.checksums": ["_keys"],
     "rotor.dtr.repeating": ["_known", "_unwritten"],
     "rotor.dtr.signatures": ["_needs", "_timed"],
-    "rotor.engines.chain.ends": ["source_of", "token_of"],
+    "rotor.engines.chain.stages": ["source_of", "token_of"],
 }
 """Tables of a process, and functions with one: operators' needs, tensors kept on devices, and steps
 whose last backward has not come."""

@@ -384,6 +384,10 @@ class Context:
                 return Key(key.measured, (True,) * len(key.absent))
         return key
 
+    def knows_loss(self, key: Key) -> bool:
+        """Return whether the need of the caller's loss was given, or learnt."""
+        return key.measured in self.learned_loss or bool(self.settings.loss_tmp_memory_usage)
+
     def measured_key(self) -> Key:
         """Return the kind of the latest measured step; raise ValueError before one."""
         if self.latest_key is None:

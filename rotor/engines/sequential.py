@@ -23,10 +23,9 @@ from rotor.algorithms.curve import Curve
 from rotor.common.frames import release
 from rotor.common.tensor_trees import NotPassedOn, tree_tensors
 from rotor.common.undisturbed import Untriable, training_flags_kept, trial
-from rotor.engines.chain.ends import peak_estimate
 from rotor.engines.chain.engine import ChainEngine
 from rotor.engines.chain.measures import Inspection
-from rotor.engines.chain.stages import made_gradients, shared_parameters
+from rotor.engines.chain.stages import made_gradients, peak_estimate, shared_parameters
 from rotor.engines.contract import (
     Call,
     CannotPlan,

@@ -12,8 +12,8 @@ import rotor
 from rotor._pytorch import devices
 from rotor.engines.graph import captured_step
 from rotor.engines.graph.code.pricing import outliving_storages
-from rotor.engines.graph.costs.allocations import record
 from rotor.engines.graph.costs.profile import Cost, cost_of_row
+from rotor.engines.graph.costs.repeating import record
 from rotor.graph.blocks import RESULT, BlockBytes, pool_bytes, program_bytes
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import simulate

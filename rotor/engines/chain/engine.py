@@ -357,8 +357,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
                 return with_proofs(make, inspection, limit_bytes, self.settings.verify)
 
         is_guessed = (
-            key.measured not in self.context.learned_loss
-            and not self.settings.loss_tmp_memory_usage
+            not self.context.knows_loss(key)
             and inspection.loss_peak_bytes is None
             and key.measured not in self.context.loaded
         )

@@ -33,8 +33,7 @@ from rotor.common.tensor_trees import (
     tree_tensors,
 )
 from rotor.common.undisturbed import gradients_aside
-from rotor.engines.chain.ends import as_inputs, leaf_flags
-from rotor.engines.chain.stages import Stage
+from rotor.engines.chain.stages import Stage, as_inputs, leaf_flags
 
 _PATIENCE_SECONDS = 0.5
 """Time that a thread of gloo may take to drop the tensors of a finished operation."""

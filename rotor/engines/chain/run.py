@@ -32,7 +32,11 @@ from rotor.common.tensor_trees import (
     versions,
     with_tensors,
 )
-from rotor.engines.chain.ends import (
+from rotor.engines.chain.plan import Schedule
+from rotor.engines.chain.segments import Around
+from rotor.engines.chain.snapshot import Snapshot
+from rotor.engines.chain.stages import (
+    Stage,
     arrived_gradient,
     as_inputs,
     keeping_nothing,
@@ -41,10 +45,6 @@ from rotor.engines.chain.ends import (
     source_of,
     token_of,
 )
-from rotor.engines.chain.plan import Schedule
-from rotor.engines.chain.segments import Around
-from rotor.engines.chain.snapshot import Snapshot
-from rotor.engines.chain.stages import Stage
 from rotor.engines.proofs import RunProof
 
 

@@ -24,11 +24,10 @@ from rotor.common.modes import Modes, UncountedStates
 from rotor.common.rerun import Rerun, Unit
 from rotor.common.tensor_trees import Flags, apart_of, detached, tree_tensors, with_tensors
 from rotor.engines.around import attach
-from rotor.engines.chain.ends import keeping_nothing, token_of
 from rotor.engines.chain.measures import Inspection, StageMeasure
 from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.snapshot import Snapshot
-from rotor.engines.chain.stages import Stage
+from rotor.engines.chain.stages import Stage, keeping_nothing, token_of
 
 Gradients = Sequence[torch.Tensor | None]
 

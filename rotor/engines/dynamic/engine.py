@@ -359,10 +359,6 @@ class DynamicPlan(Metered):
         stats = self.last.stats
         return (stats.base_ns + stats.remat_ns + stats.search_ns) / 1e9
 
-    def room_for_loss(self, output_bytes: int) -> int:
-        """Return the bytes to leave for the loss, the gradient of the output, and the reserve."""
-        return self.reserve_bytes + self._loss(output_bytes)
-
     def _knows(self, output_bytes: int) -> bool:
         return self.loss_bytes is not None and output_bytes == self.loss_output_bytes
 
@@ -441,7 +437,7 @@ class DynamicPlan(Metered):
             if step.session.told_bytes > self.warned_bytes:
                 peak_bytes = step.session.stats.peak_bytes
                 self.warned_bytes = max(step.session.told_bytes, peak_bytes)
-            room = self.room_for_loss(step.output_bytes)
+            room = self.reserve_bytes + self._loss(step.output_bytes)
             self.latest.append(StepFigures(step.session.stats, step.output_bytes, room))
 
         step = BudgetedStep(

@@ -337,10 +337,7 @@ class GraphEngine(MeteredEngine):
 
     def _knows_loss(self, key: Key) -> bool:
         """Return whether the need of the loss was given, captured or learnt."""
-        is_given = key.measured in self.context.learned_loss or bool(
-            self.settings.loss_tmp_memory_usage
-        )
-        return is_given or self.steps[key.measured].loss_captured
+        return self.context.knows_loss(key) or self.steps[key.measured].loss_captured
 
     def solve(self) -> Any:
         """Return the search for programs, if not the planner of operations."""

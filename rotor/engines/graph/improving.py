@@ -327,11 +327,10 @@ class Improver:
 
     def _take_loss(self, key: Key, step: CapturedStep, known: Known) -> bool:
         """Reserve for the loss its need of an earlier run; return whether that is known."""
-        settings, learned = self.context.settings, self.context.learned_loss
-        is_open = not (step.loss_captured or settings.loss_tmp_memory_usage)
-        if not is_open or key.measured in learned or known.loss_bytes is None:
+        is_known = step.loss_captured or self.context.knows_loss(key)
+        if is_known or known.loss_bytes is None:
             return False
-        learned[key.measured] = known.loss_bytes
+        self.context.learned_loss[key.measured] = known.loss_bytes
         return True
 
     def _kept(self, plan: GraphPlan, *, is_final: bool) -> Kept:

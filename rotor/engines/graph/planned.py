@@ -26,7 +26,7 @@ from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
-from rotor.engines.graph.tracing import marks
+from rotor.engines.graph.tracing import rewrite
 from rotor.engines.proofs import StepProof
 from rotor.graph import planner
 from rotor.graph.blocks import PoolBytes
@@ -214,7 +214,9 @@ class GraphPlan(Metered):
     @property
     def marks(self) -> str:
         """Text on the operations that a policy of selective checkpointing marks; often empty."""
-        return marks.described(t.node for t in self.step.lowered.tasks if t.node is not None)
+        return rewrite.described_marks(
+            t.node for t in self.step.lowered.tasks if t.node is not None
+        )
 
     def install(self, proof: StepProof | None = None) -> Emitted:
         """Make the next step run this plan, compiled now if need be; with a proof, verified."""

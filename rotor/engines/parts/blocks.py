@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -334,7 +334,6 @@ class Calls:
 
     def __init__(self, model: nn.Module, stages: Sequence[BlockStage], arguments: Any) -> None:
         self._stages = {stage.module: stage for stage in stages}
-        self._inside: list[nn.Module] = []
         self._saves = Saves(model, arguments)
         self.found: dict[nn.Module, Flags] = {}
         """Called blocks, in order: flags of the tensors of their outputs that require gradients."""
@@ -445,12 +444,9 @@ def observe_blocks(
         def run(*args: Any, **kwargs: Any) -> Any:
             stages[k].forward, x = forward, (args, kwargs)
             named = zip(stages[k].names, stages[k].functions, strict=True)
-            with trial(named, (), device, is_guarded=False, is_sharded=True):
-                if saves.on_top():
-                    with saves.paused():
-                        seen[k] = observer.stage(stages[k], x, grad_flags(x))[0]
-                else:
-                    seen[k] = observer.stage(stages[k], x, grad_flags(x))[0]
+            alone = trial(named, (), device, is_guarded=False, is_sharded=True)
+            with alone, saves.paused() if saves.on_top() else nullcontext():
+                seen[k] = observer.stage(stages[k], x, grad_flags(x))[0]
             return forward(*args, **kwargs)
 
         return run

@@ -22,8 +22,7 @@ from rotor._pytorch import core, devices, dispatch, scripts
 from rotor.common import cache
 from rotor.common.tensor_trees import extent_of, tree_tensors
 from rotor.common.undisturbed import generators_kept, random_states_kept
-from rotor.engines.graph.costs.allocations import Orders, record
-from rotor.engines.graph.costs.repeating import NOT_RUN, UNTESTED, tested
+from rotor.engines.graph.costs.repeating import NOT_RUN, UNTESTED, Orders, record, tested
 from rotor.engines.graph.tracing.fetches import is_collective
 from rotor.engines.graph.tracing.groups import groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, at_path

@@ -3,17 +3,21 @@
 An operation that draws from PyTorch's default generator repeats when the generator's state is
 restored. An operation that differs all the same is never computed again: its outputs are kept. So
 are the outputs of an operation that could not be run, unless it is PyTorch's own.
+
+On an accelerator, events tell the order of the allocations and frees within an operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import core, devices, profiler
 from rotor.common.checksums import (
     EMPTY_OPERATORS,
     PARTLY_WRITTEN,
@@ -22,6 +26,7 @@ from rotor.common.checksums import (
 )
 from rotor.engines.graph.tracing.fetches import is_collective
 from rotor.engines.graph.tracing.lowering import Lowered, Task, tensors_by_path
+from rotor.graph.blocks import RESULT
 
 UNTESTED, TESTED, DRAWS, DIFFERS, NOT_RUN = 0, 1, 2, 4, 8
 """Flags of an operation: it ran twice; drew from the default generator; gave other bits;
@@ -142,4 +147,87 @@ def described_unrepeatable(graphs: Iterable[Lowered]) -> str:
         "operations that do not repeat bit for bit, or could not be tested, are never computed "
         f"again, and what they make is kept: {', '.join(names[:_MOST_NAMES])}{more}. Operators "
         "that draw from torch's default generator, or nothing at random, can be computed again"
+    )
+
+
+Orders = tuple[tuple[int, ...], ...]
+"""Possible orders within an operation (`rotor.graph.blocks.Orders`); none where it is not known.
+
+Events have no addresses: of several blocks of one size, the latest or the earliest may be the one
+that is freed. Where both choices give the same order, it is listed once.
+"""
+
+
+class Recorded:
+    """Events of a number of operations."""
+
+    def __init__(self, trace: profiler.AllocationTrace) -> None:
+        self._trace = trace
+        self.events: list[list[int]] = []
+        """By operation, the bytes of allocated blocks; negative for freed blocks."""
+
+    @contextmanager
+    def operation(self) -> Iterator[None]:
+        """Record the events of an operation."""
+        self._trace.mark("begin")
+        yield
+        self._trace.mark("end")
+
+    def orders(self, index: int, made: Sequence[int]) -> Orders:
+        """Return the possible orders within an operation that makes storages of known sizes."""
+        found = [_order(self.events[index], made, latest=latest) for latest in (True, False)]
+        if None in found:
+            return ()
+        return tuple(order for order in dict.fromkeys(found) if order is not None)
+
+
+@contextmanager
+def record(device: torch.device) -> Iterator[Recorded]:
+    """Record operations; their events are known afterwards."""
+    trace = profiler.AllocationTrace(device_type=device.type)
+    trace.start()
+    recorded = Recorded(trace)
+    try:
+        yield recorded
+    finally:
+        events = trace.stop()
+    sizes = events.nbytes.tolist()
+    for mark, following in pairwise(events.marks):
+        if mark.name == "begin":
+            recorded.events.append(sizes[mark.position : following.position])
+
+
+def _order(events: Sequence[int], made: Sequence[int], *, latest: bool) -> tuple[int, ...] | None:
+    """Return one order; ``None`` if a result is not among the allocated blocks that stay."""
+    sizes: list[int] = []
+    entries: list[int] = []
+    live: list[int] = []
+    for nbytes in events:
+        if nbytes > 0:
+            live.append(len(sizes))
+            entries.append(len(sizes))
+            sizes.append(nbytes)
+            continue
+        same = [k for k in live if sizes[k] == -nbytes]
+        if same:  # Otherwise a block from before the operation is freed.
+            freed = same[-1] if latest else same[0]
+            live.remove(freed)
+            entries.append(-1 - freed)
+    results: dict[int, int] = {}
+    for number, nbytes in enumerate(made):
+        fitting = [k for k in live if sizes[k] >= nbytes and k not in results]
+        if nbytes and not fitting:
+            return None
+        if nbytes:
+            results[min(fitting, key=lambda k: (sizes[k], k))] = number
+    gone = {k for k in live if k not in results}
+    places = {k: p for p, k in enumerate(k for k in range(len(sizes)) if k not in gone)}
+    return tuple(
+        -1 - places[-1 - entry]
+        if entry < 0
+        else RESULT + results[entry]
+        if entry in results
+        else sizes[entry]
+        for entry in entries
+        if entry not in gone
     )

@@ -23,7 +23,7 @@ from torch import fx
 from rotor._pytorch import core, inductor, symbols
 from rotor._pytorch.symbols import symbols_in
 from rotor.common.tensor_trees import result_tensors
-from rotor.engines.graph.tracing import marks
+from rotor.engines.graph.tracing import rewrite
 from rotor.engines.graph.tracing.false_edges import changed_inputs, identities_of
 from rotor.engines.graph.tracing.groups import group_of
 from rotor.engines.graph.tracing.lowering import symbols_among
@@ -496,7 +496,7 @@ def _facts(members: list[fx.Node], results: list[fx.Node]) -> dict[str, Any]:
         for name in _ORIGINS:
             if node.meta.get(name):
                 found.setdefault(name, node.meta[name])
-    marked = [node for node in results if marks.is_saved(node) or marks.prefers_saving(node)]
+    marked = [node for node in results if rewrite.is_saved(node) or rewrite.prefers_saving(node)]
     if marked:
-        found["recompute"] = min(marked, key=marks.prefers_saving).meta["recompute"]
+        found["recompute"] = min(marked, key=rewrite.prefers_saving).meta["recompute"]
     return found

@@ -28,7 +28,7 @@ from torch import fx
 from rotor._pytorch import core, inductor, symbols
 from rotor._pytorch.draws import is_random
 from rotor.common.tensor_trees import result_tensors
-from rotor.engines.graph.tracing import marks
+from rotor.engines.graph.tracing import rewrite
 from rotor.engines.graph.tracing.false_edges import (
     changed_inputs,
     drop_false_edges,
@@ -275,7 +275,7 @@ class _Lowering:
         self.forward = self._closure(returned_nodes + self._effects())
         self.mutated = self._mutated()
         self.tainted = self._reads_of_mutated()
-        if marks.recompute_marked(module, self.forward, self._is_view, self._is_fixed):
+        if rewrite.recompute_marked(module, self.forward, self._is_view, self._is_fixed):
             self.nodes = list(module.graph.nodes)
             self._sources = {node: node.all_input_nodes for node in self.nodes}
 
@@ -494,8 +494,8 @@ class _Lowering:
             task.made[path] = self._new_storage(key, tensor)
         self.values[node] = Value("output", node, None, tuple(task.made.values()))
         self.tasks.append(task)
-        task.prefers_once = marks.prefers_saving(node)
-        is_saved = marks.is_saved(node) or task.prefers_once or is_seeds
+        task.prefers_once = rewrite.prefers_saving(node)
+        is_saved = rewrite.is_saved(node) or task.prefers_once or is_seeds
         task.once = node in self.tainted or not task.made or is_saved
 
 
