@@ -34,7 +34,6 @@ class ModuleCall:
     module: nn.Module
     number: int
     """Number of earlier calls of the module in the same forward."""
-    outer: ModuleCall | None
     saved: dict[int, int] = field(default_factory=dict)
     """Bytes by storage that autograd keeps from inside it."""
     plannable_bytes: int = 0
@@ -130,7 +129,7 @@ def weigh(
     one; and every called module. Raises NeedsBackward if the forward computes gradients itself.
     """
     paths = inner_modules(model)
-    whole = ModuleCall("", model, 0, None)
+    whole = ModuleCall("", model, 0)
     stack, calls = [whole], list[ModuleCall]()
     counts: dict[nn.Module, int] = {}
 
@@ -143,7 +142,7 @@ def weigh(
             number = counts[module] = counts.get(module, -1) + 1
             if not torch.is_grad_enabled() or not saves.on_top():
                 return forward(*given, **named)
-            call = ModuleCall(paths[module], module, number, stack[-1])
+            call = ModuleCall(paths[module], module, number)
             calls.append(call)
             stack.append(call)
             # Also after an exception, which the model may catch.

@@ -135,7 +135,6 @@ class Lowered:
     """Results of the backward, by primal: nodes, or constants such as None; then further terms."""
     mutated: set[fx.Node]
     """Primals whose new values are among the outputs."""
-    output_bytes: int
     module: fx.GraphModule
     output_of_tangent: list[int] = field(default_factory=list)
     """For each tangent, the number of its output; empty if unknown."""
@@ -374,7 +373,6 @@ class _Lowering:
             outputs=self.outputs,
             gradients=self.gradients,
             mutated=self.mutated,
-            output_bytes=self._output_bytes,
             module=self.module,
             output_of_tangent=self._outputs_of_tangents(),
             symbols=self._symbols(),
@@ -425,7 +423,6 @@ class _Lowering:
         if not core.hands_gradients_over():
             self._pin(self.tangents)
         self.tasks.append(task)
-        self._output_bytes = sum(self.storages[s][0] for s in set(read))
         return len(self.tasks) - 1
 
     def _new_storage(self, key: int, tensor: torch.Tensor) -> int:
