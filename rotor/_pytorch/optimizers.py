@@ -55,7 +55,7 @@ def number_of_changes() -> int:
 
 def find(parameters: Iterable[torch.Tensor]) -> None:
     """Look for the optimizers of the process, unless these parameters have known ones."""
-    held = {id(p) for optimizer in list(_known) for p in _parameters_of(optimizer)}
+    held = {id(p) for optimizer in list(_known) for p in parameters_of(optimizer)}
     if all(id(parameter) in held for parameter in parameters):
         return
     for found in gc.get_objects():
@@ -82,7 +82,7 @@ def coming_bytes(parameters: Iterable[torch.Tensor], device: torch.device) -> tu
     total, names = 0, list[str]()
     held: set[int] = set()
     for optimizer in list(_known):
-        own = {id(p) for p in _parameters_of(optimizer)}
+        own = {id(p) for p in parameters_of(optimizer)}
         if not own <= held:
             missing = missing_bytes(optimizer, device)
             total += missing
@@ -157,7 +157,7 @@ def of(parameters: Iterable[torch.Tensor]) -> Optimizer:
     trained = [p for p in parameters if p.requires_grad]
     find(trained)
     wanted = {id(p) for p in trained}
-    found = [one for one in list(_known) if not wanted.isdisjoint(map(id, _parameters_of(one)))]
+    found = [one for one in list(_known) if not wanted.isdisjoint(map(id, parameters_of(one)))]
     if len(found) != 1:
         names = ", ".join(type(one).__name__ for one in found)
         raise ValueError(
@@ -182,6 +182,12 @@ def unwrapped(optimizer: Any) -> tuple[Any, list[Any]]:
         outer.append(optimizer)
         optimizer = inner
     return optimizer, outer
+
+
+def each_unwrapped(given: Any) -> list[tuple[Any, list[Any]]]:
+    """Return the results of `unwrapped` for one optimizer, or for each of several."""
+    is_several = isinstance(given, list | tuple) and given
+    return list(map(unwrapped, given if is_several else [given]))
 
 
 def replace_step(optimizer: Optimizer, step: Callable[..., Any], outer: Iterable[Any]) -> None:
@@ -217,7 +223,8 @@ def updated_state(scaler: Any) -> dict[str, Any]:
     return found
 
 
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in all groups of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

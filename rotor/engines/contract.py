@@ -257,7 +257,7 @@ class Settings:
 
     @property
     def offload_state(self) -> Any:
-        """Optimizer whose states have homes; ``None`` for none."""
+        """Optimizer whose states have homes, or a list of several; ``None`` for none."""
         return None if self.away is None else self.away.optimizer
 
     @offload_state.setter

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor._pytorch.optimizers import states_of, unwrapped
+from rotor._pytorch.optimizers import each_unwrapped, states_of
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import METERED_STEPS
 from rotor.errors import InfeasibleError, MemoryLimitWarning
@@ -35,17 +35,17 @@ _HALVINGS = 8
 def wrapped(model: nn.Module, limit_bytes: int, **options: Any) -> Checkpointable:
     """Return a model with a limit.
 
-    With ``offload_state`` it is a copy, and its optimizer a copy too, which lives as long.
+    With ``offload_state`` it is a copy, and so is each optimizer, which lives as long.
     """
-    optimizer, _ = unwrapped(options.get("offload_state"))
-    if optimizer is not None:
-        model, optimizer = copy.deepcopy((model, optimizer))
-        options["offload_state"] = optimizer
+    optimizers = options.get("offload_state")
+    if optimizers is not None:
+        model, optimizers = copy.deepcopy((model, [one for one, _ in each_unwrapped(optimizers)]))
+        options["offload_state"] = optimizers
         if isinstance(options.get("offload"), str):
             engine, limit = options.get("engine", "auto"), options.pop("host_limit", None)
             options["offload"] = trial_tier(options["offload"], engine, limit)
     made = Checkpointable(model, mem_limit=limit_bytes, **options)
-    made.__dict__["_fitted_optimizer"] = optimizer
+    made.__dict__["_fitted_optimizers"] = optimizers
     return made
 
 
@@ -56,11 +56,12 @@ def resident_bytes(model: Checkpointable) -> int:
 
 def plain_resident_bytes(model: nn.Module, options: Mapping[str, Any]) -> int:
     """Return the bytes beside a plain step that a limit with these options counts."""
-    optimizer, _ = unwrapped(options.get("offload_state"))
-    if optimizer is None:
+    given = options.get("offload_state")
+    if given is None:
         return 0
     parameters = list(model.parameters())
-    states = [states_of(optimizer, p) * p.nbytes for p in parameters if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
+    states = [states_of(one, p) * p.nbytes for one, _ in each_unwrapped(given) for p in trained]
     return allocator.storage_bytes([*parameters, *model.buffers()]) + sum(states)
 
 

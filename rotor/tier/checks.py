@@ -18,8 +18,22 @@ UPDATES = ("device", "host")
 """Accepted values of ``update=``: where an optimizer computes."""
 
 
-def check_optimizer(parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
-    """Raise ValueError or TypeError if an optimizer does not suit, or lacks trained parameters."""
+def check_optimizers(parameters: Sequence[nn.Parameter], optimizers: Sequence[Any]) -> None:
+    """Raise ValueError or TypeError if one does not suit, or all lack trained parameters."""
+    for optimizer in optimizers:
+        _check_optimizer(optimizer)
+    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    missing = [p for p in parameters if p.requires_grad and id(p) not in held]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(parameters)} parameters of the model, "
+            f"{exact_bytes(sum(p.nbytes for p in missing))}, are trained and in no group of the "
+            "optimizer: give offload_state= the optimizer of all of them, or a list of several, or "
+            "freeze them"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"offload_state must be an optimizer of torch.optim, got {type(optimizer).__name__}"
@@ -31,14 +45,6 @@ def check_optimizer(parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("offload_state= has no differentiable updates: leave differentiable out")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [p for p in parameters if p.requires_grad and id(p) not in held]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(parameters)} parameters of the model, "
-            f"{exact_bytes(sum(p.nbytes for p in missing))}, are trained and in no group of the "
-            "optimizer: give offload_state= the optimizer of all of them, or freeze them"
-        )
 
 
 def goes_away(parameter: torch.Tensor) -> bool:

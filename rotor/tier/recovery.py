@@ -23,7 +23,7 @@ import sys
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,11 +93,13 @@ class FinishedSteps:
         _running.add(self)
 
     @classmethod
-    def of(cls, module: nn.Module, optimizer: Optimizer, tier: Tier) -> FinishedSteps | None:
+    def of(
+        cls, module: nn.Module, optimizers: Sequence[Optimizer], tier: Tier
+    ) -> FinishedSteps | None:
         """Return the record of a tier whose folder the user has named; ``None`` for others."""
-        return (
-            cls(module, optimizer, tier) if isinstance(tier, DiskTier) and tier.is_named else None
-        )
+        if not isinstance(tier, DiskTier) or not tier.is_named:
+            return None
+        return cls(module, _only(optimizers), tier)
 
     @classmethod
     def find(cls, optimizer: Any) -> FinishedSteps | None:
@@ -105,8 +107,9 @@ class FinishedSteps:
         wanted, _ = optimizers.unwrapped(optimizer)
         return next((one for one in list(_running) if one._optimizer() is wanted), None)
 
-    def follow(self, optimizer: Optimizer, move: Callable[[Optimizer], None]) -> None:
+    def follow(self, optimizers: Sequence[Optimizer], move: Callable[[Optimizer], None]) -> None:
         """Record the steps of another optimizer, counted on, once `move` has moved its states."""
+        optimizer = _only(optimizers)
         before, self._optimizer = self._optimizer, weakref.ref(optimizer)
         try:
             self._facts(is_checked=True)
@@ -302,10 +305,19 @@ class FinishedSteps:
         return facts, homes, small
 
 
-_UNRECORDED = (
-    "in the state of the model, the optimizer or what is kept with them cannot be recorded in the "
-    'folder that offload= names, for recovery: give offload="disk" without a folder'
+_REFUSED = (
+    "cannot be recorded in the folder that offload= names, for recovery: give "
+    'offload="disk" without a folder'
 )
+_UNRECORDED = f"in the state of the model, the optimizer or what is kept with them {_REFUSED}"
+
+
+def _only(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """Return the only one of some optimizers; ValueError: between two steps no state is whole."""
+    if len(optimizers) > 1:
+        raise ValueError(f"the steps of {len(optimizers)} optimizers {_REFUSED}")
+    return optimizers[0]
+
 
 _running: weakref.WeakSet[FinishedSteps] = weakref.WeakSet()
 

@@ -23,7 +23,7 @@ from rotor._pytorch import core, optimizers, pointers
 from rotor.common.frames import warn_caller
 from rotor.errors import CaptureError, MemoryLimitWarning
 from rotor.meter import allocator
-from rotor.tier.checks import check_model, check_optimizer, goes_away
+from rotor.tier.checks import check_model, check_optimizers, goes_away
 from rotor.tier.homes import AwayTensor, Home, Tickets
 from rotor.tier.interface import Tier
 from rotor.tier.offload import check_device, known_speed
@@ -44,10 +44,11 @@ LARGE_BYTES = 1 << 18
 class AwayState:
     """Homes of a model's parameters, gradients and optimizer states.
 
-    Large parameters of `module` lose their bytes; each stays the object that it was. `optimizer`
-    changes each parameter by itself: with `update` "device" where the model computes, with "host"
-    in the memory of the tier. `weights`, as of `weights_of`, gives the values of parameters and
-    buffers on the meta device, and `limit` the bytes that an update may have, ``None`` for any.
+    Large parameters of `module` lose their bytes; each stays the object that it was. `optimizer`,
+    or each of several, changes each of its parameters by itself: with `update` "device" where the
+    model computes, with "host" in the memory of the tier. `weights`, as of `weights_of`, gives the
+    values of parameters and buffers on the meta device, and `limit` the bytes that an update may
+    have, ``None`` for any.
     ValueError or TypeError before anything has changed: the optimizer does not suit, or does not
     hold the model's parameters.
     """
@@ -55,15 +56,15 @@ class AwayState:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Any,
         tier: Tier,
         update: str | None = None,
         weights: Weights | None = None,
         limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         parameters = list(dict.fromkeys(module.parameters()))
-        optimizer, outer = optimizers.unwrapped(optimizer)
-        check_optimizer(parameters, optimizer)
+        given = optimizers.each_unwrapped(optimizer)
+        check_optimizers(parameters, [one for one, _ in given])
         check_model(module, update)
         source = _Source(module, weights, tier)
         check_device(tier, source.device)
@@ -85,7 +86,7 @@ class AwayState:
         self.device = source.device
         self.updates = Updates(tier, is_on_host=self.update == "host")
         self._limit = limit
-        self._finished = FinishedSteps.of(module, optimizer, tier)
+        self._finished = FinishedSteps.of(module, [one for one, _ in given], tier)
         if tier.beneath is not None:
             # While there is room for it.
             known_speed(tier, source.device, limit())
@@ -98,8 +99,9 @@ class AwayState:
                 self._hand_over(parameter, other)
         for (values, name), buffer in buffers:
             values[name] = buffer
-        self._keep_all(optimizer)
-        self._lead(optimizer, outer)
+        for one, _ in given:
+            self._keep_all(one)
+        self._lead(given)
         if self._finished is not None:
             self._finished.record(0)
         _watch()
@@ -112,40 +114,52 @@ class AwayState:
         )
 
     def adopt(self, optimizer: Any) -> None:
-        """Have another optimizer in the place of the present one, whose states stay where they are.
+        """Have other optimizers in the place of the present ones, whose states stay where they are.
 
         Raises the errors of the class if it does not suit. Nothing has changed.
         """
-        optimizer, outer = optimizers.unwrapped(optimizer)
-        check_optimizer(list(self.module.parameters()), optimizer)
-        if self._finished is None:
-            self._keep_all(optimizer)
-        else:
-            self._finished.follow(optimizer, self._keep_all)
-        former = self.optimizer
-        self._loaded.remove()
-        if former is not None:
+        given = optimizers.each_unwrapped(optimizer)
+        several = [one for one, _ in given]
+        check_optimizers(list(self.module.parameters()), several)
+        if self._finished is not None:
+            self._finished.follow(several, self._keep_all)
+        for one in several:
+            self._keep_all(one)
+        for former in self.optimizers:
             vars(former).pop("step", None)
-        self.updates = Updates(self.tier, is_on_host=self.update == "host")
-        self._lead(optimizer, outer)
+        for hook in self._loaded:
+            hook.remove()
+        self._lead(given)
 
-    def _lead(self, optimizer: Optimizer, outer: list[Any]) -> None:
-        """Have the steps of an optimizer, whose states are at home, run by the homes."""
-        self._optimizer = weakref.ref(optimizer)
-        self._adopted.add(optimizer)
+    def _lead(self, given: Sequence[tuple[Optimizer, list[Any]]]) -> None:
+        """Have the steps of optimizers, whose states are at home, run by the homes."""
+        self._optimizers = [weakref.ref(one) for one, _ in given]
+        self._adopted.update(one for one, _ in given)
         self._metered, self._has_warned = 0, False
-        self._loaded = optimizer.register_load_state_dict_post_hook(self._keep_all)
-        optimizers.replace_step(optimizer, _stepping(self), outer)
+        self._loaded = [one.register_load_state_dict_post_hook(self._keep_all) for one, _ in given]
+        for one, outer in given:
+            optimizers.replace_step(one, _stepping(self), outer)
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        """Optimizer whose states have homes; ``None`` if it is gone."""
-        return self._optimizer()
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers whose states have homes, without those that are gone."""
+        return [one for reference in self._optimizers if (one := reference()) is not None]
+
+    @property
+    def optimizer(self) -> Any:
+        """The only one of `optimizers`, the list of several, or ``None``."""
+        found = self.optimizers
+        return found if len(found) > 1 else next(iter(found), None)
+
+    def _trained_by(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the parameters of the model that an optimizer trains."""
+        own = set(map(id, optimizers.parameters_of(optimizer)))
+        return [p for p in self.module.parameters() if p.requires_grad and id(p) in own]
 
     def check_step(self, optimizer: Any) -> None:
         """Raise RuntimeError if an optimizer would step on parameters that have another one."""
         inner, _ = optimizers.unwrapped(optimizer)
-        if inner is not self.optimizer and any(
+        if inner not in self.optimizers and any(
             self.has(p) and (p.requires_grad or p.grad is not None)
             for group in getattr(inner, "param_groups", ())
             for p in group["params"]
@@ -236,12 +250,12 @@ class AwayState:
 
     def bytes_by_name(self) -> dict[str, int]:
         """Return the bytes in the tier and in memory, and those that an update of all moves."""
-        optimizer = self.optimizer
-        known: Any = {} if optimizer is None else optimizer.state
         away = [p for p in self.module.parameters() if self.has(p)]
         trained = [p for p in away if p.requires_grad]
         gradients = sum(p.nbytes for p in trained)
-        made = [v for p in trained for v in known.get(p, {}).values()]
+        made = [
+            v for one in self.optimizers for p in trained for v in one.state.get(p, {}).values()
+        ]
         states = sum(v.nbytes for v in made if isinstance(v, AwayTensor)) + self._states_to_come()
         is_moved = not (self.update == "host" and self.tier.has_memory)
         return {
@@ -255,11 +269,10 @@ class AwayState:
 
     def coming_bytes(self) -> int:
         """Return the bytes of states still to be made that stay in memory."""
-        optimizer = self.optimizer
-        if optimizer is None:
-            return 0
-        parameters = self.module.parameters()
-        waiting = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
+        return sum(map(self._coming_bytes_of, self.optimizers))
+
+    def _coming_bytes_of(self, optimizer: Optimizer) -> int:
+        waiting = [p for p in self._trained_by(optimizer) if not optimizer.state.get(p)]
         rounding = allocator.rounded_bytes(1, self.device) - 1
         here = [p for p in waiting if rounding and not self.has(p)]
         states = sum(optimizers.states_of(optimizer, p) for p in here)
@@ -282,27 +295,28 @@ class AwayState:
 
     def _states_to_come(self) -> int:
         """Return the bytes of the states of parameters with homes that do not exist yet."""
-        optimizer, total = self.optimizer, 0
-        for group in [] if optimizer is None else optimizer.param_groups:
+        total = 0
+        for optimizer, group in [(one, g) for one in self.optimizers for g in one.param_groups]:
             # Alike parameters of a group have alike states, which are tried once.
             counts: dict[Any, int] = {}
             for p in group["params"]:
-                if self.has(p) and p.requires_grad and not optimizer.state.get(p):  # type: ignore[union-attr]
+                if self.has(p) and p.requires_grad and not optimizer.state.get(p):
                     form = p.shape, p.dtype
                     if form not in counts:
-                        counts[form] = optimizers.states_of(optimizer, p)  # type: ignore[arg-type]
+                        counts[form] = optimizers.states_of(optimizer, p)
                     total += counts[form] * p.nbytes
         return total
 
     def least_update_bytes(self) -> int:
         """Return bytes within which each parameter can be updated, about."""
-        optimizer = self.optimizer
-        if optimizer is None or (self.update == "host" and self.tier.has_memory):
+        if not self.optimizers or (self.update == "host" and self.tier.has_memory):
             return 0
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        away = {(p.shape, p.dtype): p for p in trained if isinstance(p, AwayTensor)}
-        needed = (self.updates.least_bytes(optimizer, p) for p in away.values())
-        return max(needed, default=0) + self.absent_bytes()
+        needed = [0]
+        for one in self.optimizers:
+            trained = [p for p in self._trained_by(one) if isinstance(p, AwayTensor)]
+            away = {(p.shape, p.dtype): p for p in trained}
+            needed += [self.updates.least_bytes(one, p) for p in away.values()]
+        return max(needed) + self.absent_bytes()
 
     def absent_bytes(self) -> int:
         """Return the bytes of gradients still to be made that stay in memory."""
@@ -385,7 +399,7 @@ class AwayState:
 
     def _update(self, optimizer: Optimizer) -> None:
         limit_bytes = self._limit()
-        if self._metered == _METERED_UPDATES or limit_bytes is None:
+        if self._metered == _METERED_UPDATES * len(self._optimizers) or limit_bytes is None:
             self.updates.run(optimizer)
             return
         try:

@@ -7,6 +7,7 @@ changed them. Where each element is updated by itself, a large parameter is upda
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Updates:
         self._tier = tier
         self._is_on_host = is_on_host
         self._place = torch.device("cpu") if is_on_host else None
-        self._is_checked = False
+        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def run(self, optimizer: Optimizer) -> None:
         """Run one step.
@@ -178,7 +179,7 @@ class Updates:
         if state:
             optimizer.state[made] = dict(state)
         group["params"] = [made]
-        settings = None if self._is_checked else _settings(group)
+        settings = None if optimizer in self._checked else _settings(group)
         try:
             _step(optimizer)
         finally:
@@ -191,7 +192,7 @@ class Updates:
                 "cannot run for one parameter after the other: use an optimizer of torch.optim, or "
                 "leave offload_state out"
             )
-        self._is_checked = True
+        self._checked.add(optimizer)
         return after
 
     def _taken(self, value: Any) -> Any:

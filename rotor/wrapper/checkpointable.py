@@ -124,8 +124,8 @@ class Checkpointable(ReportingModule):
         any. What has no room there goes to a file, in the folder of "host:FOLDER" if it is named
         (`rotor.tier.LayeredTier`).
     offload_state
-        Optimizer of the model: parameters, gradients and its states live in the tier then, and
-        `mem_limit` counts what of them is in memory (docs/larger-than-memory.md).
+        Optimizer of the model, or a list of several: parameters, gradients and states live in the
+        tier then, and `mem_limit` counts those in memory (docs/larger-than-memory.md).
     update
         "device" or "host": where the optimizer computes with `offload_state`; by default the host
         where the tier is its memory. The bits of an update depend on it.
@@ -214,7 +214,7 @@ class Checkpointable(ReportingModule):
         offload: str | Tier | None = None,
         offload_limit: int | str | None = None,
         host_limit: int | str | None = None,
-        offload_state: torch.optim.Optimizer | None = None,
+        offload_state: torch.optim.Optimizer | list[torch.optim.Optimizer] | None = None,
         update: str | None = None,
         weights: Weights | None = None,
         total_limit: int | str | None = None,

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import distributed, nn
 
 from rotor import algorithms
@@ -75,7 +74,7 @@ def check_backend(backend: str, engine: str, model: nn.Module) -> None:
 
 def away_state(
     settings: Settings,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Any,
     update: str | None,
     weights: Weights | None,
 ) -> AwayState | None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from tiers.test_larger import LIMIT, OPTIMIZERS, train
+from tiers.test_larger import LIMIT, OPTIMIZERS, assert_same, train
 from torch import nn, optim
 
 import rotor
@@ -105,3 +105,75 @@ def test_a_parameter_in_no_group_needs_no_update():
     chk(torch.randn(4, 64)).sum().backward()
     assert chk.curve(training=True).minimum_bytes < LIMIT
     assert model[0].weight.grad is not None
+
+
+class Several:
+    """Optimizers of matrices and of the rest, which step one after the other."""
+
+    def __init__(self, model: nn.Module, first) -> None:
+        split = [
+            [p for p in model.parameters() if (p.ndim == 2) == is_first] for is_first in (1, 0)
+        ]
+        self.each = [first(split[0]), OPTIMIZERS["adamw"](split[1])]
+
+    def step(self) -> None:
+        for optimizer in self.each:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for optimizer in self.each:
+            optimizer.zero_grad(set_to_none)
+
+
+def convolved() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(16, 64, 3), nn.Tanh(), nn.Flatten(), nn.Linear(384, 48))
+
+
+@pytest.mark.parametrize("first", [partial(optim.Muon, lr=0.02), OPTIMIZERS["momentum"]])
+def test_several_optimizers(first):
+    """Each has the states of its own parameters; the least limit is kept, and states are loaded."""
+    plain, model, fresh = convolved(), convolved(), convolved()
+    one, other, third = (Several(m, first) for m in (plain, model, fresh))
+
+    def trained(call, model: nn.Module, several: Several, seed: int) -> list[float]:
+        data = [(torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(seed)),)] * 3
+        return train(lambda x: call(x).square().mean(), model, several, data, "clipping")
+
+    def assert_all_same(model: nn.Module, several: Several) -> None:
+        for a, b in zip(one.each, several.each, strict=True):
+            assert_same(plain, model, a, b)
+
+    away = {"mem_limit": 1 << 14, "offload": "disk", "engine": "graph"}
+    chk = rotor.Checkpointable(model, offload_state=other.each, **away)
+    assert chk.offload_state == other.each
+    with pytest.raises(rotor.InfeasibleError) as caught:
+        chk(torch.ones(4, 16, 8))
+    chk.mem_limit = away["mem_limit"] = caught.value.minimum_bytes
+    assert trained(chk, model, other, 1) == trained(plain, plain, one, 1)
+    assert_all_same(model, other)
+    chk = rotor.Checkpointable(fresh, offload_state=third.each, **away)
+    fresh.load_state_dict(model.state_dict())
+    for mine, theirs in zip(third.each, other.each, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    assert trained(chk, fresh, third, 2) == trained(plain, plain, one, 2)
+    assert_all_same(fresh, third)
+
+
+def test_several_optimizers_take_over(tmp_path):
+    model = convolved()
+    several, whole = Several(model, OPTIMIZERS["sgd"]).each, OPTIMIZERS["sgd"](model.parameters())
+    away = {"mem_limit": LIMIT, "offload_state": several}
+    with pytest.raises(ValueError, match="the steps of 2 optimizers cannot be recorded in the fol"):
+        rotor.Checkpointable(model, offload=f"disk:{tmp_path}", **away)
+    with pytest.raises(ValueError, match="in no group of the optimizer"):
+        rotor.Checkpointable(model, offload="disk", offload_state=several[:1])
+    chk = rotor.Checkpointable(model, offload="disk", **away)
+    with pytest.raises(RuntimeError, match="is not the optimizer that the parameters have"):
+        whole.step()
+    chk.offload_state = whole
+    assert chk.offload_state is whole
+    with pytest.raises(RuntimeError, match="is not the optimizer that the parameters have"):
+        several[1].step()
+    chk.offload_state = several
+    several[1].step()
