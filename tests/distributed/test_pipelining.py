@@ -7,6 +7,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,14 @@ def spread(inner: str) -> list[str]:
         model: Any = nn.Sequential(*blocks()[:4])
         if inner == "tp":
             split(model, mesh["within"])
-        else:
-            sharded(model, list(model), mesh=mesh["within"], reshard_after_forward=False)
+        shard = partial(sharded, mesh=mesh["within"], reshard_after_forward=False)
+        if inner == "fsdp":
+            shard(model, list(model))
         models.append(model)
         if is_limited:
             model = rotor.Checkpointable(model, mem_limit="2.2 MB")
+        if inner == "wrapped, fsdp":
+            shard(models[-1], list(models[-1]))
         stage = pipelining.PipelineStage(model, place, 2, torch.device("cpu"), group=group)
         schedule = pipelining.Schedule1F1B(stage, PARTS, loss_fn=loss_of)
         for _ in range(2):
@@ -132,7 +136,7 @@ SCENARIOS = {
 
 
 SPREADS: dict[str, Callable[[int], list[str]]] = {
-    inner: lambda _, inner=inner: spread(inner) for inner in ("tp", "fsdp")
+    inner: lambda _, inner=inner: spread(inner) for inner in ("tp", "fsdp", "wrapped, fsdp")
 }
 
 

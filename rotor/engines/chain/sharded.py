@@ -305,6 +305,9 @@ def find_sharding(model: nn.Module, wrapper: nn.Module | None = None) -> Shardin
     modules = list(model.modules())
     if not (any(fsdp.managed(modules)) or any(map(fsdp.is_unit, modules))):
         return None
+    if wrapper is not None:
+        # Pipelines ask for it, also where the model was sharded after it was wrapped.
+        vars(wrapper).update(fsdp.states_of(model))
     slots = {(id(s), name) for m in modules for s, name in core.parameter_slots(m)}
     roots = [model] if wrapper is None else [model, wrapper]
     own = {id(module) for module in [*modules, *roots]}
