@@ -326,6 +326,11 @@ def unsharded_in_two_stages() -> list[str]:
             torch.manual_seed(step)
             model(batch(step)).square().mean().backward()
     found = differences(plain, planned) + same_plans(planned) + kept(planned, limit)
+    x = batch(0).requires_grad_()
+    y = planned(x).sum()
+    found += refused(
+        lambda: torch.autograd.grad(y, x, retain_graph=True), RuntimeError, "gradients of inputs"
+    )
     return found + trained_in_backwards(tied, blocks_of, tighten, same_plans)
 
 

@@ -342,10 +342,6 @@ class ShardedRun(Run):
         self.lowest = 0
         self.anchors = (self.token.detach().requires_grad_(),)
 
-    def splits_backward(self) -> bool:
-        """Return False: the graph does not show all parameters. A second backward is refused."""
-        return False
-
     def back(self, i: int, need_x: bool, needs: Sequence[bool]) -> Sequence[torch.Tensor | None]:
         """Run B of stage i; its modules may be run again afterwards."""
         found = super().back(i, need_x, needs)
