@@ -254,9 +254,7 @@ class Driver:
 
     def _measure(self, key: Key, call: Call, *, again: bool = False) -> Any:
         """Measure a kind of step by the first engine that can."""
-        if key.measured not in self.context.refusals and self.order.is_hopeless():
-            last = next(reversed(self.context.refusals.values()))
-            self.context.refusals[key.measured] = last
+        self.order.pass_over(key, call)
         before = self.context.refusals.get(key.measured)
         warn_of_checkpointing(self.context)
         while True:
@@ -276,7 +274,7 @@ class Driver:
                     if devices.searches(device):
                         warn_of_searches(self.context)
                 found = engine.measure(key, call)
-                self.order.measured.add(engine)
+                self.order.note_measured(engine, found)
                 for device in places - {torch.device("cpu")}:
                     devices.release_cached(device)
                 return found
@@ -423,6 +421,7 @@ class Driver:
         """Run the forward of a training step under a plan, made first if none exists."""
         self._rediscover_if_changed()
         self._thread = threading.get_ident()
+        self.order.steps += 1
         if self._is_other_pending() | cancel_running(all_steps=False):
             # Another step's backward is pending: a meter would mix both steps.
             self._is_crowded = True

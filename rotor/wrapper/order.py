@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from rotor.engines.contract import Call, Context, Engine, Key, Refusal
@@ -12,6 +13,9 @@ from rotor.wrapper.registry import engines_for
 
 _HOPELESS = 4
 """Number of refused kinds of step after which a model without any graph is captured no more."""
+
+_ENDLESS, _AMONG = 16, 24
+"""Captured kinds of step among the latest steps, after which no further kind is captured."""
 
 _MOST = 64
 _FEWEST = 8
@@ -30,6 +34,9 @@ class Order:
         """Engines that took steps over and have not announced it, each with the reason."""
         self.measured: set[Engine] = set()
         """Engines that have measured a step."""
+        self.steps = 0
+        """Steps so far."""
+        self._captured: deque[int] = deque(maxlen=_ENDLESS)
         self._standby: DynamicEngine | None = None
 
     def of(self, key: Key) -> Engine:
@@ -126,16 +133,37 @@ class Order:
                 f"{engine.fallback} The reason:\n{reason}",
             )
 
-    def is_hopeless(self) -> bool:
-        """Return whether the model differs from call to call: capturing costs more than a step."""
-        refusals = self._context.refusals.values()
+    def pass_over(self, key: Key, call: Call) -> None:
+        """Hand a new kind of step to the engine behind those that capture, if that costs more."""
+        context = self._context
         capturing = [engine for engine in self.engines if engine.plans_ahead]
-        return (
-            len(capturing) < len(self.engines)
-            and len(refusals) >= _HOPELESS
-            and all(refusal.engine >= len(capturing) for refusal in refusals)
+        number = len(capturing)
+        if key.measured in context.refusals or number == len(self.engines):
+            return
+        refused = list(context.refusals.values())
+        if (
+            len(refused) >= _HOPELESS
+            and all(refusal.engine >= number for refusal in refused)
             and self.measured.isdisjoint(capturing)
-        )
+        ):
+            context.refusals[key.measured] = refused[-1]
+            return
+        is_endless = len(self._captured) == _ENDLESS and self.steps - self._captured[0] <= _AMONG
+        if context.is_stepping and is_endless and context.peers.ranks is None:
+            reason = (
+                f"{_ENDLESS} of the last {_AMONG} steps were of new kinds, each of which was "
+                "captured and planned: further kinds are not"
+            )
+            why = {engine.name: reason for engine in capturing}
+            device = context.device_of(call)
+            context.refusals[key.measured] = Refusal(number, device, reason, why)
+            self.taken_over[self.engines[number]] = reason
+
+    def note_measured(self, engine: Engine, found: Any) -> None:
+        """Note that an engine has measured a step; `found` is its measure."""
+        self.measured.add(engine)
+        if not getattr(found, "shares_shapes", True):
+            self._captured.append(self.steps)
 
     def why(self, key: Key, name: str) -> dict[str, str]:
         """Return the engines that were asked for such steps, and why each handed over.

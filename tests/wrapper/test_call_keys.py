@@ -149,6 +149,13 @@ def test_the_third_structure_of_an_argument_is_warned_of_once(kind: str, breaks:
     assert len(told) == 1
 
 
+@pytest.mark.filterwarnings("ignore:batch had three structures so far")
+def test_structures_without_end_are_captured_no_more() -> None:
+    lists = [["step"] * k for k in range(18)]
+    with pytest.warns(rotor.MemoryLimitWarning, match="further kinds are not"):
+        check_values(lists, "auto", nothing)
+
+
 @pytest.mark.filterwarnings("ignore:no single graph of the model")
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_list_that_grows_in_an_object_makes_no_new_kind(breaks: bool) -> None:
