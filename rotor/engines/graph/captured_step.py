@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from rotor._pytorch import devices
+from rotor._pytorch import core, devices
 from rotor.common.accounting import (
     assumed_loss_bytes,
     generator_bytes,
@@ -17,7 +18,7 @@ from rotor.common.accounting import (
 )
 from rotor.common.checksums import has_room
 from rotor.engines.graph.capture import Capture, Captured
-from rotor.engines.graph.code.early import EarlyCode, Owners
+from rotor.engines.graph.code.early import EarlyCode, EarlyStep, Mark, Marks, Owners
 from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.handover import Away, with_handovers
 from rotor.engines.graph.code.offloading import Layout, layout_of
@@ -220,6 +221,34 @@ class CapturedStep:
         pooling = self.pooling()
         return make(self.lowered, numbers, prover=prover, layout=layout, pooling=pooling)
 
+    @contextmanager
+    def installed(
+        self, slots: Sequence[core.Slot], arguments: Any, code: Emitted, marks: Marks | None = None
+    ) -> Iterator[tuple[Any, EarlyStep | None]]:
+        """Make the next captured call run code, and deliver gradients as early as that can.
+
+        The context gives the arguments to call it with, and the runner with early gradients, None
+        without one. The marks are called when the backward begins, and when it ends.
+        """
+        state = None if self.away is None else self.away.state
+        self.capture.leaves = []
+        if isinstance(code, EarlyCode) and self.owners is not None:
+            if state is not None:
+                # Another graph that the call may reach has gradients of other shells.
+                self.capture.forget_programs()
+            early = EarlyStep(code, self.owners, marks, state)
+            self.captured.emitted = early
+            with early.around(slots, arguments) as replaced:
+                yield replaced, early
+        else:
+            # Else gradients would come to the parameters' shells, and be lost.
+            assert self.away is None or not self.away.gradients
+            # Gradients of tensors of unknown origin come all at the end, added up.
+            self.captured.emitted = code if marks is None else marked(code, *marks)
+            yield arguments, None
+        if state is not None and self.capture.leaves is not None:
+            self.capture.leaves = [*map(state.parameter_of, self.capture.leaves)]
+
     @property
     def has_pool(self) -> bool:
         """True if programs may run in a private pool of the allocator."""
@@ -343,6 +372,19 @@ class CapturedStep:
         if self.loss_captured:
             return 0
         return given_bytes or self.assumed_loss_bytes
+
+
+def marked(code: Emitted, begins: Mark, ends: Mark) -> Emitted:
+    """Return a program whose backward reports its start and its end."""
+
+    def backward(args: list[Any]) -> Any:
+        begins()
+        try:
+            return code.backward(args)
+        finally:
+            ends()
+
+    return replace(code, backward=backward)
 
 
 def late_bytes(lowered: Lowered, costs: Sequence[Cost]) -> int:

@@ -496,7 +496,6 @@ class GraphEngine(MeteredEngine):
         value = (*call.arguments, call.targets)
         meter = start()
         rerun = self.context.structure.rerun(value, plan.step.device)
-        capture.leaves = []
         try:
             output = self._called(plan, call, code)
         except Unplanned as reached:
@@ -551,20 +550,21 @@ class GraphEngine(MeteredEngine):
                 "leave offload_state out, or shard the model by fully_shard with a "
                 "CPUOffloadPolicy"
             )
+        code = plan.delivering(code, spread=spread)
         with (
             self.context.shells(),
-            plan.installed(slots, arguments, code, spread=spread) as (given, early),
+            plan.step.installed(slots, arguments, code) as (given, early),
         ):
-            away, capture = self.settings.away, plan.step.capture
             try:
-                output = self._run_captured(plan, loss_fn, given)
-                if away is not None and capture.leaves is not None:
-                    capture.leaves = [*map(away.parameter_of, capture.leaves)]
-                return output
+                return self._run_captured(plan, loss_fn, given)
             except Unplanned as reached:
                 if early is not None:
                     reached.primals[:] = map(early.original, reached.primals)
                 raise
+            finally:
+                if early is not None:
+                    # Another call may reach this graph, with the parameters themselves.
+                    plan.step.captured.emitted = plan.emitted
 
     def _run_captured(self, plan: GraphPlan, loss_fn: Any, given: Any) -> Any:
         """Return the result of the captured call, whose code is installed."""

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from rotor._pytorch import core
 from rotor.common.checksums import NO_ROOM
 from rotor.common.timeline import PredictedTimeline
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.actions import renumbered
-from rotor.engines.graph.code.early import EarlyCode, EarlyStep
+from rotor.engines.graph.code.early import EarlyCode
 from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph
@@ -274,14 +271,15 @@ class GraphPlan(Metered):
         prover = Prover(lowered, whole)
         return self.step.code(actions, self.layout, prover), prover
 
-    def _early_code(self, code: Emitted, spread: bool) -> EarlyCode | None:
-        """Return the code with early gradients; None if it has none, or cannot be cut."""
+    def delivering(self, code: Emitted, *, spread: bool) -> Emitted:
+        """Return the code of `install` in the form that delivers gradients as early as it can.
+
+        With `spread`, a consumer waits for new gradients too.
+        """
         step = self.step
-        if step.owners is None:
-            return None
         is_verified = code is not self._emitted
-        if not spread or (is_verified and step.hands_over):
-            return code if isinstance(code, EarlyCode) else None
+        if step.owners is None or not spread or (is_verified and step.hands_over):
+            return code
         if is_verified not in self._early:
             lowered, numbers = step.lowered, self.program.actions.tolist()
             # No gradient leaves before its proof, and a consumer learns from their order.
@@ -292,42 +290,8 @@ class GraphPlan(Metered):
                     lowered, numbers, spread=True, layout=self.layout, pooling=step.pooling()
                 )
             )
+        self._place(self._early[is_verified])
         return self._early[is_verified]
-
-    @contextmanager
-    def installed(
-        self,
-        slots: Sequence[core.Slot],
-        arguments: Any,
-        code: Emitted,
-        *,
-        spread: bool,
-    ) -> Iterator[tuple[Any, EarlyStep | None]]:
-        """Make the captured call deliver gradients as early as the code of `install` can.
-
-        The context gives the arguments to call it with, and the runner with early gradients, None
-        without one. With `spread`, a consumer waits for new gradients too.
-        """
-        found = self._early_code(code, spread)
-        if found is None:
-            # Else gradients would come to the parameters' shells, and be lost.
-            assert self.step.away is None
-            yield arguments, None
-            return
-        assert self.step.owners is not None
-        self._place(found)
-        state = None if self.step.away is None else self.step.away.state
-        early = EarlyStep(found, self.step.owners, state=state)
-        if state is not None:
-            # Another graph that the call may reach has gradients of other shells.
-            self.step.capture.forget_programs()
-        self.step.captured.emitted = early
-        try:
-            with early.around(slots, arguments) as replaced:
-                yield replaced, early
-        finally:
-            # Another call may reach this graph, with the parameters themselves.
-            self.step.captured.emitted = self.emitted
 
 
 def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:

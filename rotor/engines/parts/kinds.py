@@ -7,8 +7,8 @@ for several amounts of kept memory, and several peaks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from rotor.engines.graph.capture import Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.actions import Action, actions_of
 from rotor.engines.graph.code.actions import Kind as ActionKind
-from rotor.engines.graph.code.early import EarlyCode, EarlyStep, slots_of
+from rotor.engines.graph.code.early import Marks, slots_of
 from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.offloading import Layout, Placed
 from rotor.engines.graph.code.pricing import build_graph
@@ -343,26 +343,6 @@ class Kind:
             link_ns=round(program.link_time * 1e9),
         )
 
-    @contextmanager
-    def _installed(
-        self,
-        code: Emitted,
-        module: nn.Module,
-        arguments: Any,
-        marks: tuple[Callable[[], object], Callable[[], object]] | None,
-    ) -> Iterator[Any]:
-        """Make the next call run a program; return the arguments to call it with."""
-        if isinstance(code, EarlyCode) and self.step.owners is not None:
-            state = None if self.step.away is None else self.step.away.state
-            early = EarlyStep(code, self.step.owners, marks, state)
-            self.captured.emitted = early
-            with early.around(slots_of(module), arguments) as replaced:
-                yield replaced
-            return
-        # Gradients of tensors of unknown origin come all at the end, added up.
-        self.captured.emitted = code if marks is None else marked(code, *marks)
-        yield arguments
-
     @property
     def reads_outputs(self) -> bool:
         """True if a computation reads the outputs: they may then have to stay as they are."""
@@ -402,7 +382,7 @@ class Kind:
         module: nn.Module,
         args: Any,
         kwargs: Any,
-        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        marks: Marks | None = None,
         placed: Placed | None = None,
     ) -> tuple[Any, Literal["", "now", "for good"]]:
         """Return the output of a captured module under a program, and whether the call failed.
@@ -419,16 +399,12 @@ class Kind:
         if module not in self._units:
             self._units[module] = Unit(module.modules())
         rerun = Rerun(self._units[module], (args, kwargs), self.step.device, is_whole=False)
-        self.step.capture.leaves = []
         try:
-            installed = self._installed(emitted, module, (args, kwargs), marks)
-            with in_place(self.away, module), installed as (given, named):
+            installed = self.step.installed(slots_of(module), (args, kwargs), emitted, marks)
+            with in_place(self.away, module), installed as ((given, named), early):
                 output = self.step.capture(module, given, named)
-                if isinstance(self.captured.emitted, EarlyStep):
-                    output = self.captured.emitted.returned(output)
-                if self.away is not None:
-                    leaves = map(self.away.parameter_of, self.step.capture.leaves)
-                    self.step.capture.leaves = [*leaves]
+                if early is not None:
+                    output = early.returned(output)
         except Unplanned as reached:
             # A Python value that the code depends on has changed.
             reached.primals.clear()
@@ -455,21 +431,6 @@ def _lenient(link: Link | None) -> Link | None:
     return None if link is None else replace(link, least_bytes=1, host_bytes=None)
 
 
-def marked(emitted: Emitted, begins: Callable[[], object], ends: Callable[[], object]) -> Emitted:
-    """Return a program whose backward reports its start and its end."""
-
-    def backward(args: list[Any]) -> Any:
-        begins()
-        try:
-            return emitted.backward(args)
-        finally:
-            ends()
-
-    return replace(emitted, backward=backward)
-
-
-def backward_marks(
-    mark: Callable[[str], object], k: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
+def backward_marks(mark: Callable[[str], object], k: int) -> Marks:
     """Return marks of the start and end of part `k`'s backward: "backward k", "before k"."""
     return lambda: mark(f"backward {k}"), lambda: mark(f"before {k}")

@@ -34,6 +34,10 @@ from rotor.tier.state import AwayState
 
 _MOST_GROUPS = 32
 
+Mark = Callable[[], object]
+Marks = tuple[Mark, Mark]
+"""Functions that are called when a backward begins, and when it ends."""
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -260,7 +264,7 @@ class Delivery:
     def __init__(
         self,
         code: EarlyCode,
-        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        marks: Marks | None = None,
         expect: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         self._code = code
@@ -382,7 +386,7 @@ class EarlyStep:
         self,
         code: EarlyCode,
         owners: Owners,
-        marks: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        marks: Marks | None = None,
         state: AwayState | None = None,
     ) -> None:
         self.forward = code.forward
