@@ -176,7 +176,7 @@ class RunProof:
         roots = self._origins.roots(dict.fromkeys(one.site for one in found))
         self._origins.keep(roots)
         root = next(one for one in found if one.site == roots[0])
-        cure = (f"{where}. " if where else "") + self._origins.cure + self._step.remark
+        cure = (f"{where}. " if where else "") + self._origins.cure
         others = len(found) - 1
         return recomputation_error(root.operation, root.module, root.mismatch, cure, others)
 
@@ -190,8 +190,6 @@ class StepProof:
 
     has_state: ClassVar[bool] = False
     """True if it puts the state of the whole model back, so that no run has to."""
-    remark = ""
-    """Sentence for the error on what is not put back."""
     _is_sealed = True
 
     def __init__(

@@ -487,8 +487,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
         if sharding is not None:
             undo, ranks = stages_before(stages), sharding.ranks
             return ShardedProof(plan.proved, undo, ranks, sharding.gradients_before)
-        room_bytes = plan.limit_bytes - plan.predicted_bytes - plan.reserve_bytes
-        return ChainProof(plan.proved, stages, self.context.module.parameters(), room_bytes)
+        return ChainProof(plan.proved, stages, self.context.module.parameters())
 
     def _origins_of(self, plan: Plan) -> StageOrigins:
         """Return the stages of a plan; every plan of their measure is refuted if some differ."""

@@ -26,9 +26,8 @@ from rotor.common.checksums import Proved
 from rotor.common.modes import RngTracker
 from rotor.common.places import Saved, tensors_in
 from rotor.engines.chain.stages import Stage
-from rotor.engines.proofs import Origins, PutBack, StepProof, buffers_before
+from rotor.engines.proofs import Origins, PutBack, StepProof, buffers_before, gradients_before
 from rotor.errors import RecomputationError
-from rotor.meter import allocator as memory
 
 
 class Snapshot:
@@ -178,11 +177,6 @@ CURE = (
 )
 """Advice to users on a stage that does not repeat."""
 
-_ADDED = (
-    ". Gradients that existed before the step did not fit in the limit a second time, so that a "
-    "part of this step is added to them: call zero_grad() first"
-)
-
 
 class StageOrigins(Origins):
     """Stages; `failed` is called with the indices of those that gave other bits."""
@@ -231,47 +225,17 @@ def stages_before(stages: Sequence[Stage]) -> list[PutBack]:
 
 
 class ChainProof(StepProof):
-    """Verified step of a chain, which puts gradients back if their copies fit in `room_bytes`."""
+    """Verified step of a chain, which puts the gradients back with which its backward began."""
 
     def __init__(
-        self,
-        proved: Proved,
-        stages: Sequence[Stage],
-        parameters: Iterable[nn.Parameter],
-        room_bytes: int,
+        self, proved: Proved, stages: Sequence[Stage], parameters: Iterable[nn.Parameter]
     ) -> None:
         super().__init__(proved, stages_before(stages))
-        parameters = list(parameters)
-        existing = [p.grad for p in parameters if p.grad is not None]
-        has_room = memory.storage_bytes(existing) <= room_bytes
+        self._parameters = list(parameters)
         self._is_in_backward = False
-        self._gradients: list[tuple[nn.Parameter, Any, int, Any]] = []
-        for parameter in parameters:
-            gradient: Any = parameter.grad
-            copy = gradient.detach().clone() if gradient is not None and has_room else None
-            self._gradients.append((parameter, gradient, getattr(gradient, "_version", 0), copy))
 
     def begin_backward(self, gradients: Any) -> None:
-        """Note the current values of gradients that changed since the forward."""
-        if self._is_in_backward or all(gradient is None for gradient in gradients):
-            return
-        self._is_in_backward = True
-        for k, (parameter, gradient, version, copy) in enumerate(self._gradients):
-            now: Any = parameter.grad
-            is_same = now is gradient and getattr(now, "_version", 0) == version
-            self._gradients[k] = parameter, now, version, copy if is_same else None
-            if now is not None and self._gradients[k][3] is None:
-                self.remark = _ADDED
-
-    def restore(self) -> None:
-        """Put the gradients back too."""
-        super().restore()
-        for parameter, gradient, _, copy in self._gradients:
-            if copy is not None:
-                gradient.copy_(copy)
-            parameter.grad = gradient
-
-    def forget(self) -> None:
-        """Drop the copies of gradients too."""
-        super().forget()
-        self._gradients.clear()
+        """Copy the gradients that the backward adds to."""
+        if not self._is_in_backward and any(gradient is not None for gradient in gradients):
+            self._is_in_backward = True
+            self.undo.append(gradients_before(self._parameters))
