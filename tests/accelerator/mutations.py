@@ -188,7 +188,7 @@ MUTATIONS = [
     Mutation("orders within operations are priced", "rotor/graph/blocks.py",
              "known[-is_second] if known else", "", POOLS + "priced"),
     Mutation("both blocks of one size may be the freed one",
-             "rotor/engines/graph/costs/allocations.py", "for latest in (True, False)",
+             "rotor/engines/graph/costs/repeating.py", "for latest in (True, False)",
              "for latest in (True,)", POOLS + "by_hand"),
     Mutation("a budget counts the slack of blocks", CONTEXT, "session.count_slack()", "pass",
              DEFECTS + "rests"),

@@ -14,7 +14,8 @@ import rotor
 from rotor.engines.contract import Settings
 from rotor.engines.graph import choosing
 from rotor.engines.graph.code.pricing import build_graph
-from rotor.engines.graph.costs.profile import Cost, profile
+from rotor.engines.graph.costs.glance import profile
+from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.groups import Group, Operators
 from rotor.graph import Machine
 from rotor.wrapper.setting import agree_to_share

@@ -306,7 +306,7 @@ PRIVATE_IN_TESTS = {
     "engines.test_fixed_cost": ["_core"],
     "commands.test_fitting": ["fit.search"],
     "capture.test_graph_engine": ["_pytorch.core"],
-    "capture.test_graph_estimate": ["engines.graph.costs.estimate", "engines.graph.costs.profile"],
+    "capture.test_graph_estimate": ["engines.graph.costs.estimate"],
     "capture.test_graph_inductor": ["_pytorch.draws", "_pytorch.inductor"],
     "wrapper.test_integration_transformers": ["integrations.planned"],
     "wrapper.test_lists_that_change": ["_core", "dtr.recall"],

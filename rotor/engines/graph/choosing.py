@@ -21,7 +21,8 @@ from rotor.common.frames import release
 from rotor.common.progress import progress
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.code.pricing import build_graph
-from rotor.engines.graph.costs.profile import Cost, environment_of, keys_of, profile
+from rotor.engines.graph.costs.glance import profile
+from rotor.engines.graph.costs.profile import Cost, environment_of, keys_of
 from rotor.engines.graph.costs.repeating import DIFFERS, NOT_RUN
 from rotor.engines.graph.tracing.groups import Group, Operators, groups_among
 from rotor.engines.graph.tracing.lowering import Lowered

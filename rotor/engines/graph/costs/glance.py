@@ -1,10 +1,11 @@
-"""Costs of operations at a glance, for a first step, and their measurement while training runs.
+"""Costs of operations at a glance, for a first step, and their measurement, then or later.
 
 Each distinct operation runs twice, alone, on made-up inputs of its layout. Both runs show whether
 it repeats, the second run its sizes, its workspace and a rough time. On the CPU, PyTorch's own
 products, convolutions, normalizations and elementwise operations run once if they take long: the
-first planned steps are verified, which proves that they repeat. Later, between training steps,
-times are measured, and operations that ran once are tested, a few at a time.
+first planned steps are verified, which proves that they repeat. A profile measures the times at
+once. Otherwise, between training steps, times are measured, and operations that ran once are
+tested, a few at a time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rotor.engines.graph.costs.profile import (
     in_order,
     isolated,
     keys_of,
+    orders_of,
     planned_bytes,
     sizes_of,
     tested_alone,
@@ -78,8 +80,8 @@ def glance(
 ) -> tuple[list[Cost], frozenset[str]]:
     """Return the cost of every operation by a run or two, and the keys of those with rough times.
 
-    Sizes and workspaces, and the observations of two runs, are as exact as those of `profile`; a
-    time is that of the latest run. Operations that are kept on disk are not run. `keys` are those
+    Sizes and workspaces, and the observations of two runs, are those of a `profile`; a time is that
+    of the latest run. Operations that are kept on disk are not run. `keys` are those
     of `keys_of`. With `proves`, the first planned steps are verified, and some operations run only
     once. Raise MeterBusyError if an operation has to be measured while a profiler or another meter
     runs.
@@ -231,6 +233,8 @@ class Refinement:
         """Number of operations to measure at the beginning."""
         self.differing: list[Task] = []
         """Operations that gave other bits in a second run, and were not known to."""
+        self.wholes: dict[str, int] = {}
+        """Made-up whole numbers that measured operations take (`Arguments.whole`)."""
 
     @property
     def left(self) -> int:
@@ -258,6 +262,7 @@ class Refinement:
                 ns = timed(task, arguments, self._device)
                 if ns is None:
                     continue
+                self.wholes[key] = arguments.whole
                 cost = replace(self._known[key], ns=ns)
                 if cost.flags == UNTESTED:
                     cost = replace(cost, flags=tested_alone(task, arguments, self._device))
@@ -286,6 +291,48 @@ class Refinement:
         if self._rows and not is_single():
             cache.store("profile", environment_of(self._device), self._rows)
             self._rows = {}
+
+
+def profile(
+    lowered: Lowered,
+    device: torch.device,
+    primals: Sequence[Any] = (),
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[Cost]:
+    """Return the cost of every operation, by a glance and its refinement; the loss's is zero.
+
+    `primals` are inputs of the joint graph, if available; they are read, not changed. `progress` is
+    called with (operations measured, distinct operations). Raise MeterBusyError if an operation has
+    to be measured while a profiler or another meter runs. The costs are kept on disk.
+    """
+    keys = keys_of(lowered, device)
+    costs, rough = glance(lowered, device, primals, keys=keys)
+    if not rough:
+        return costs
+    check_idle(device)
+    refinement = Refinement(lowered, device, costs, rough, keys)
+    given = dict(zip(lowered.primals, primals, strict=False))
+    while not refinement.is_done:
+        refinement.advance(1, given, 1 << 62)
+        if progress is not None:
+            progress(refinement.total - refinement.left, refinement.total)
+    known = dict(zip(keys, refinement.costs(), strict=True))
+    if device.type != "cpu":
+        wholes = refinement.wholes
+        tasks = dict(zip(keys, lowered.tasks, strict=True))
+        runs = [tasks[key] for key in wholes]
+        sizes = [known[key].made_bytes for key in wholes]
+        with isolated(device):
+            arguments = Arguments(lowered, primals)
+            orders = orders_of(runs, list(wholes.values()), sizes, arguments, device)
+        known.update({key: replace(known[key], orders=()) for key in rough})
+        for key, found in zip(wholes, orders, strict=True):
+            known[key] = replace(known[key], orders=found)
+    if not is_single():
+        rows = {key: known[key].to_row() for key in rough}
+        cache.store("profile", environment_of(device), rows)
+    return in_order(lowered, keys, known)
 
 
 def _made_up_bytes(node: fx.Node, primals: Mapping[fx.Node, Any], depth: int = 1) -> int:

@@ -1,8 +1,8 @@
 """Measured costs of operations: each distinct one runs alone, on made-up inputs of its layout.
 
-Times are medians until stable; the workspace is the memory given out beside the outputs. Measuring
-needs no more memory than one operation. Results are kept on disk, by device, threads and PyTorch
-version (`rotor.common.cache`).
+Times are medians until stable; the workspace is the memory given out beside the outputs, as
+`glance` sees it. Measuring needs no more memory than one operation. Results are kept on disk, by
+device, threads and PyTorch version (`rotor.common.cache`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from rotor._pytorch import core, devices, dispatch, scripts
 from rotor.common import cache
 from rotor.common.tensor_trees import extent_of, tree_tensors
 from rotor.common.undisturbed import generators_kept, random_states_kept
-from rotor.engines.graph.costs.repeating import NOT_RUN, UNTESTED, Orders, record, tested
+from rotor.engines.graph.costs.repeating import UNTESTED, Orders, record, tested
 from rotor.engines.graph.tracing.fetches import is_collective
 from rotor.engines.graph.tracing.groups import groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, at_path
 from rotor.meter import allocator as memory
-from rotor.meter.step_meter import check_idle
-from rotor.timing import is_single, measure_ns
+from rotor.timing import measure_ns
 
 logger = logging.getLogger("rotor")
 
@@ -282,36 +281,6 @@ def environment_of(device: torch.device) -> str:
     return repr((*parts, dispatch.backend_flags(), devices.libraries(device)))
 
 
-def profile(
-    lowered: Lowered,
-    device: torch.device,
-    primals: Sequence[Any] = (),
-    *,
-    progress: Callable[[int, int], object] | None = None,
-) -> list[Cost]:
-    """Return the cost of every operation; the loss's is zero.
-
-    `primals` are inputs of the joint graph, if available; they are read, not changed. `progress` is
-    called with (operations measured, distinct operations). Raise MeterBusyError if an operation has
-    to be measured while a profiler or another meter runs.
-    """
-    keys = keys_of(lowered, device)
-    distinct, known = distinct_operations(lowered, keys, device)
-    todo = [key for key in distinct if key not in known]
-    choose_kernels(distinct.values(), lowered, device, primals)
-    if todo:
-        check_idle(device)
-        arguments = Arguments(lowered, primals)
-        tasks = [distinct[key] for key in todo]
-        with isolated(device):
-            fresh = _measure(tasks, arguments, lowered, device, progress)
-        known.update(zip(todo, fresh, strict=True))
-        rows = {k: known[k].to_row() for k in todo}
-        if not is_single():
-            cache.store("profile", environment_of(device), rows)
-    return in_order(lowered, keys, known)
-
-
 def choose_kernels(
     tasks: Iterable[Task], lowered: Lowered, device: torch.device, primals: Sequence[Any]
 ) -> None:
@@ -393,72 +362,25 @@ def planned_bytes(lowered: Lowered, task: Task) -> list[int]:
     return [lowered.storages[storage][0] for storage in task.made.values()]
 
 
-def _measure(
+def orders_of(
     tasks: Sequence[Task],
-    arguments: Arguments,
-    lowered: Lowered,
-    device: torch.device,
-    progress: Callable[[int, int], object] | None,
-) -> list[Cost]:
-    times: list[int | None] = []
-    wholes: list[int] = []
-    sizes: list[list[int]] = []
-    flags: list[int] = []
-    for index, task in enumerate(tasks):
-        times.append(timed(task, arguments, device))
-        wholes.append(arguments.whole)
-        is_run = times[-1] is not None
-        flags.append(tested_alone(task, arguments, device) if is_run else NOT_RUN)
-        if progress is not None:
-            progress(index + 1, len(tasks))
-    with memory.meter(device) as meter:
-        for task, ns, whole in zip(tasks, times, wholes, strict=True):
-            sizes.append(planned_bytes(lowered, task))
-            if ns is None:
-                continue
-            arguments.whole = whole
-            function, args, kwargs = arguments.of(task)
-            meter.mark("operation")
-            result = function(*args, **kwargs)
-            meter.mark("between")
-            sizes[-1] = sizes_of(task, result, (args, kwargs), sizes[-1])
-            del result, args, kwargs
-    segments = iter([s for s in meter.segments if s.name == "operation"])
-    orders = _orders(tasks, times, wholes, sizes, arguments, device)
-    costs = []
-    for task, ns, made, found, order in zip(tasks, times, sizes, flags, orders, strict=True):
-        if ns is None:
-            costs.append(Cost(estimated_ns(task, device), 0, tuple(made), found, order))
-            continue
-        segment = next(segments)
-        workspace = max(segment.peak_bytes - segment.start_bytes - sum(made), 0)
-        costs.append(Cost(ns, workspace, tuple(made), found, order))
-    return costs
-
-
-def _orders(
-    tasks: Sequence[Task],
-    times: Sequence[int | None],
     wholes: Sequence[int],
     sizes: Sequence[Sequence[int]],
     arguments: Arguments,
     device: torch.device,
-) -> list[Orders | None]:
-    """Return the orders of the allocations within operations; each is None on the CPU."""
-    if device.type == "cpu":
-        return [None] * len(tasks)
-    runs = [k for k, ns in enumerate(times) if ns is not None]
+) -> list[Orders]:
+    """Return the orders of the allocations within operations on an accelerator.
+
+    By operation, `wholes` have the made-up whole number that it takes, and `sizes` the bytes that
+    it makes.
+    """
     with record(device) as recorded:
-        for k in runs:
-            arguments.whole = wholes[k]
-            function, args, kwargs = arguments.of(tasks[k])
+        for task, arguments.whole in zip(tasks, wholes, strict=True):
+            function, args, kwargs = arguments.of(task)
             with recorded.operation():
                 result = function(*args, **kwargs)
             del result, args, kwargs
-    found: list[Orders | None] = [()] * len(tasks)
-    for number, k in enumerate(runs):
-        found[k] = recorded.orders(number, sizes[k])
-    return found
+    return [recorded.orders(number, made) for number, made in enumerate(sizes)]
 
 
 def tested_alone(task: Task, arguments: Arguments, device: torch.device) -> int:

@@ -20,7 +20,8 @@ from rotor._pytorch import devices
 from rotor.chain import check_header, read_json, write_json
 from rotor.common import cache
 from rotor.engines.graph.costs.estimate import Machine, estimate, estimated, made_bytes
-from rotor.engines.graph.costs.profile import Cost, cost_of_row, environment_of, keys_of, profile
+from rotor.engines.graph.costs.glance import profile
+from rotor.engines.graph.costs.profile import Cost, cost_of_row, environment_of, keys_of
 from rotor.engines.graph.costs.repeating import keep_unrepeatable
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.meter import allocator
