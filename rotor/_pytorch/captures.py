@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 from torch.utils import _pytree
 
 from rotor._pytorch import core, patches
@@ -78,6 +79,37 @@ def keep_whole(module: fx.GraphModule) -> None:
     ]
     for node in found:
         node.op, node.target = "call_function", _PRODUCT
+    if found:
+        module.recompile()
+
+
+def _gru_cell(
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    of_input: torch.Tensor,
+    of_hidden: torch.Tensor,
+    *biases: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the next state of a GRU, with gates that are not contiguous.
+
+    PyTorch computes them in place, in parts of a tensor. A kernel takes the last numbers of each
+    row by other instructions there, and with other bits, than those of a contiguous tensor.
+    """
+    size = hidden.shape[-1]
+    first, second = biases or (None, None)
+    given = functional.linear(x, of_input, first).split((2 * size, size), 1)
+    kept = functional.linear(hidden, of_hidden, second).split((2 * size, size), 1)
+    reset, update = (kept[0] + given[0]).chunk(2, 1)
+    new = torch.tanh(given[1] + kept[1] * torch.sigmoid(reset))
+    return (hidden - new) * torch.sigmoid(update) + new
+
+
+def keep_rows_apart(module: fx.GraphModule) -> None:
+    """Replace cells of a GRU on the CPU in a graph of dynamo's."""
+    found = [n for n in module.graph.nodes if n.target is torch.gru_cell and not n.kwargs]
+    for node in found:
+        if node.meta["example_value"].device.type == "cpu":
+            node.target = _gru_cell
     if found:
         module.recompile()
 
@@ -330,6 +362,7 @@ def as_eager(compiler: Callable[..., Any]) -> Callable[..., Any]:
                 if not in_autocast:
                     keep_whole(part)
                 cast_once(part)
+                keep_rows_apart(part)
         with patches.replacements_refused():
             return compiler(module, inputs)
 

@@ -15,13 +15,17 @@ from torch import fx
 
 from rotor._pytorch import devices
 
-_NAMES = ("matmul", "mm", "bmm", "addmm", "conv_tbc", "prelu")
+_NAMES = ("matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "conv_tbc", "prelu")
 _CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)]
+_CELLS = {torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
 _FUNCTIONS = {getattr(torch, name) for name in (*_NAMES, *_CONVOLUTIONS)} | {
     torch._C._nn.linear,
     operator.matmul,
+    *_CELLS,
 }
-"""Functions whose arguments autocast casts to the lower precision, on every device."""
+"""Functions whose arguments autocast casts to the lower precision, on every device; of cells, those
+behind the input and the state.
+"""
 
 
 class _Casting(NamedTuple):
@@ -50,8 +54,11 @@ def cast_once(module: fx.GraphModule) -> None:
         return
     uses: dict[Any, list[fx.Node]] = {}
     for node, casting in _nodes(module.graph):
+        given = node.all_input_nodes
+        if node.target in _CELLS:
+            given = [weight for weight in node.args[2:] if isinstance(weight, fx.Node)]
         if node.target in _FUNCTIONS or (node.op == "call_method" and node.target in _NAMES):
-            for weight in node.all_input_nodes:
+            for weight in given:
                 value = weight.meta.get("example_value")
                 dtype = casting.dtypes.get(value.device.type) if _is_cached(value) else None
                 if dtype is not None:

@@ -117,6 +117,45 @@ class Looped(nn.Module):
         return x
 
 
+class Recurrent(Model):
+    """Cells of an odd width, whose gates eager PyTorch computes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(
+            make(a, b)
+            for make, a, b in (
+                (nn.GRUCell, 8, 20),
+                (nn.LSTMCell, 20, 12),
+                (nn.RNNCell, 12, WIDTH // 4),
+            )
+        )
+
+    def used(self, x: torch.Tensor) -> torch.Tensor:
+        states: list = [None, None, None]
+        found = []
+        for part in self.body(x).split(8, 1):
+            y = part
+            for k, cell in enumerate(self.cells):
+                states[k] = cell(y, states[k])
+                y = states[k][0] if isinstance(states[k], tuple) else states[k]
+            found.append(y)
+        return torch.cat(found, 1)
+
+
+class Batched(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH // 2, WIDTH // 2) / WIDTH)
+        self.bias = nn.Parameter(torch.zeros(2, 1, WIDTH // 2))
+
+    def used(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x).view(-1, 2, WIDTH // 2).transpose(0, 1)
+        for _ in range(2):
+            x = torch.baddbmm(self.bias, x, self.weight).tanh()
+        return x.transpose(0, 1).flatten(1)
+
+
 class Stages(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(Model(), Convolved(), Transposed())
@@ -134,16 +173,18 @@ MODELS = (
     InParts,
     AcrossParts,
     Looped,
+    Recurrent,
+    Batched,
     Stages,
 )
 
 
-def gradients(model: nn.Module, *, caches: bool = True) -> list[torch.Tensor]:
+def gradients(model: nn.Module, *, caches: bool = True, enabled: bool = True) -> list[torch.Tensor]:
     found = []
     for seed in range(2):
         torch.manual_seed(seed)
         x = torch.randn(64, WIDTH)
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=caches):
             loss = model(x).float().square().mean()
         loss.backward()
         found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
@@ -167,6 +208,13 @@ def test_without_the_cache_each_use_has_a_cast(engine):
     expected = gradients(Model(), caches=False)
     limited = rotor.Checkpointable(Model(), mem_limit="10 MB", engine=engine)
     assert all(map(torch.equal, gradients(limited, caches=False), expected))
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "dynamic"])
+def test_cells_are_equal_without_autocast(engine):
+    limited = rotor.Checkpointable(Recurrent(), mem_limit="10 MB", engine=engine)
+    expected = gradients(Recurrent(), enabled=False)
+    assert all(map(torch.equal, gradients(limited, enabled=False), expected))
 
 
 def tied_stages() -> nn.Sequential:
