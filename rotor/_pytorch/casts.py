@@ -6,12 +6,14 @@ uses in the weight's own precision, where eager PyTorch adds them in the lower o
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from rotor._pytorch import devices
 
@@ -20,12 +22,22 @@ _CONVOLUTIONS = [f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2
 _CELLS = {torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
 _FUNCTIONS = {getattr(torch, name) for name in (*_NAMES, *_CONVOLUTIONS)} | {
     torch._C._nn.linear,
+    torch.linalg.matmul,
+    functional.scaled_dot_product_attention,
+    functional.multi_head_attention_forward,
     operator.matmul,
     *_CELLS,
 }
-"""Functions whose arguments autocast casts to the lower precision, on every device; of cells, those
-behind the input and the state.
+"""Functions whose arguments autocast casts to the lower precision, on every device; of some, only
+those of `_weights`.
 """
+
+_ATTENTION = inspect.signature(functional.multi_head_attention_forward)
+_PACKED = ("in_proj_weight", "in_proj_bias")
+_PROJECTIONS = (
+    *(f"{name}_proj_weight" for name in ("q", "k", "v", "out")),
+    "out_proj_bias",
+)
 
 
 class _Casting(NamedTuple):
@@ -54,11 +66,8 @@ def cast_once(module: fx.GraphModule) -> None:
         return
     uses: dict[Any, list[fx.Node]] = {}
     for node, casting in _nodes(module.graph):
-        given = node.all_input_nodes
-        if node.target in _CELLS:
-            given = [weight for weight in node.args[2:] if isinstance(weight, fx.Node)]
         if node.target in _FUNCTIONS or (node.op == "call_method" and node.target in _NAMES):
-            for weight in given:
+            for weight in _weights(node):
                 value = weight.meta.get("example_value")
                 dtype = casting.dtypes.get(value.device.type) if _is_cached(value) else None
                 if dtype is not None:
@@ -72,6 +81,20 @@ def cast_once(module: fx.GraphModule) -> None:
             node.replace_input_with(weight, cast)
     if several:
         module.recompile()
+
+
+def _weights(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments of a function that autocast casts whole."""
+    given: Iterable[Any] = node.all_input_nodes
+    if node.target in _CELLS:
+        given = node.args[2:]
+    elif node.target is functional.multi_head_attention_forward:
+        named = _ATTENTION.bind(*node.args, **node.kwargs).arguments
+        # Of queries that are not keys and values too, parts of the weight are cast.
+        is_packed = named["query"] is named["key"] is named["value"]
+        names = (*_PROJECTIONS, *_PACKED) if is_packed else _PROJECTIONS
+        given = [named.get(name) for name in names]
+    return [weight for weight in given if isinstance(weight, fx.Node)]
 
 
 def has_casts_for_several(parts: Iterable[fx.Node]) -> bool:

@@ -143,6 +143,26 @@ class Recurrent(Model):
         return torch.cat(found, 1)
 
 
+class Attended(Model):
+    """Layers of attention, of one tensor and of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.keys = nn.Parameter(torch.randn(1, 8, WIDTH) / WIDTH)
+
+    def used(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x).view(-1, 8, WIDTH)
+        for _ in range(2):
+            x = self.layer(x)
+            x = self.attention(x, x.tanh(), x.sin(), need_weights=False)[0]
+            x = x.reshape(1, -1, WIDTH)
+            x = functional.scaled_dot_product_attention(x, self.keys, self.keys)
+            x = x.view(-1, 8, WIDTH)
+        return torch.linalg.matmul(x.flatten(0, 1), self.body.weight)
+
+
 class Batched(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -153,6 +173,7 @@ class Batched(Model):
         x = self.body(x).view(-1, 2, WIDTH // 2).transpose(0, 1)
         for _ in range(2):
             x = torch.baddbmm(self.bias, x, self.weight).tanh()
+            x = x + torch.addbmm(self.bias[0], x[:, :1], self.weight)
         return x.transpose(0, 1).flatten(1)
 
 
@@ -174,6 +195,7 @@ MODELS = (
     AcrossParts,
     Looped,
     Recurrent,
+    Attended,
     Batched,
     Stages,
 )
