@@ -114,6 +114,8 @@ class BuiltInAlgorithm(DynamicAlgorithm):
         --------
         rotor.algorithms.DynamicAlgorithm.solve : Parameters and errors.
         """
+        if not isinstance(chain, Chain):
+            raise TypeError(f"expected a rotor.Chain to schedule, not {chain!r}")
         budget = parse_budget(budget_bytes)
         try:
             return self._best(chain, budget, mem_slots, progress)

@@ -52,13 +52,18 @@ class Input:
 
     def draw(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
         """Return a tensor of random numbers."""
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            drawn = torch.randn(self.shape, generator=generator)
-        else:
-            high = 2 if self.dtype == torch.bool else self.high
-            assert high is not None
-            drawn = torch.randint(high, self.shape, generator=generator)
-        return drawn.to(device=device, dtype=self.dtype)
+        high = 2 if self.dtype == torch.bool else self.high
+        try:
+            if self.dtype.is_floating_point or self.dtype.is_complex:
+                drawn = torch.randn(self.shape, generator=generator)
+            else:
+                assert high is not None
+                drawn = torch.randint(high, self.shape, generator=generator)
+            return drawn.to(device=device, dtype=self.dtype)
+        except RuntimeError as error:
+            if not batches.is_out_of_memory(error):
+                raise
+            raise MemoryError(f"no memory for an input of {self}: give a smaller one") from None
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))

@@ -73,6 +73,8 @@ def tabulate(plan: Any) -> Text:
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a report; ValueError: it is neither a page nor a trace."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"a report is written to a path, such as report.html, not to {path!r}")
     file = Path(path)
     if not (_is_page(file) or is_trace(file)):
         raise ValueError(

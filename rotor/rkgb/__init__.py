@@ -260,7 +260,11 @@ def make_inputs(
     TypeError
         The model cannot be called so.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     args, kwargs = _arguments(model_inputs, model_kwargs)
+    if isinstance(model_inputs, int | float | str):
+        raise TypeError(f"a sample of the model's input has tensors, not {model_inputs!r}")
     try:
         return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
     except TypeError as error:

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from random_chains import budgets, random_chain, realistic_chain
@@ -152,3 +153,10 @@ def test_planning_needs_no_torch() -> None:
         "for name in algorithms.names(): algorithms.get(name)().solve(chain, 100)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_chain_is_refused_in_words(name: str) -> None:
+    found: Any = "x"
+    with pytest.raises(TypeError, match=r"expected a rotor\.Chain to schedule, not 'x'"):
+        algorithms.get(name)().solve(found, 1000)

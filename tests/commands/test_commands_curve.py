@@ -164,3 +164,9 @@ def test_times_of_a_curve_are_to_the_scale_of_the_plain_row():
         ["4.00", "s", "1.00"],
         ["4.00", "s", "1.00", "plain", "PyTorch"],
     ]
+
+
+def test_an_input_above_all_memory_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "curve", "torch.nn:Identity", "--input", "99999999999,99999")
+    assert code == 2
+    assert "no memory for an input of 99999999999,99999 float32: give a smaller one" in error

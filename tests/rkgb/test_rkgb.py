@@ -12,6 +12,7 @@ from torch import nn
 import rotor
 from rotor import rkgb
 from rotor.graph import Graph, Program, build, plan, simulate
+from rotor.report import plans
 from rotor.wrapper.planfiles import load_program, write_report
 
 
@@ -99,6 +100,15 @@ def test_the_loss_is_part_of_the_graph(net, sample):
         build(net, sample, loss_fn=loss_of)
     with pytest.raises(ValueError, match="a loss function and its targets together"):
         build(net, sample, targets=(target,))
+
+
+def test_wrong_kinds_are_refused_in_words(net, sample):
+    with pytest.raises(TypeError, match=r"sample of the model's input has tensors, not 5"):
+        rkgb.make_all_graphs(net, 5)
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got int"):
+        rkgb.make_all_graphs(5, sample)
+    with pytest.raises(TypeError, match=r"written to a path, such as report\.html, not to 5"):
+        plans.checked_path(5)
 
 
 def test_what_cannot_be_captured_is_refused(sample):
