@@ -51,7 +51,7 @@ class Input:
     name: str | None = None
 
     def draw(self, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-        """Return a tensor of random numbers."""
+        """Return a tensor of random numbers; MemoryError if there is no room for it."""
         high = 2 if self.dtype == torch.bool else self.high
         try:
             if self.dtype.is_floating_point or self.dtype.is_complex:
