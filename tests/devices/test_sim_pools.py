@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from rotor._pytorch import devices
 from rotor.engines.graph import captured_step
 from rotor.engines.graph.code.pricing import outliving_storages
 from rotor.engines.graph.costs.profile import Cost, cost_of_row
-from rotor.engines.graph.costs.repeating import record
+from rotor.engines.graph.costs.repeating import events_of, orders_within
 from rotor.graph.blocks import RESULT, BlockBytes, pool_bytes, program_bytes
 from rotor.graph.graph import Graph, Operation
 from rotor.graph.program import simulate
@@ -162,22 +163,20 @@ def test_a_failed_step_leaves_the_pool(sim):
 def test_orders_within_an_operation_by_hand(sim):
     """Record allocations, results and frees; name both blocks that may be the freed one."""
     device = torch.device("sim", 0)
-    with record(device) as recorded:
-        with recorded.operation():
-            scratch = torch.empty(3000, dtype=torch.uint8, device=device)
-            result = torch.empty(5 * MIB, dtype=torch.uint8, device=device)
-            del scratch
-        del result
-        with recorded.operation():
-            scratch = torch.empty(4096, dtype=torch.uint8, device=device)
-            result = torch.empty(4096, dtype=torch.uint8, device=device)
-            del scratch
-        with recorded.operation():
-            result.zero_()
-    assert recorded.orders(0, [5 * MIB]) == ((3072, RESULT, -1),)
-    assert recorded.orders(1, [4096]) == ((RESULT, 4096, -2), (4096, RESULT, -1))
-    assert recorded.orders(1, [8192]) == ()
-    assert recorded.orders(2, []) == ((),)
+    known = torch.empty(4096, dtype=torch.uint8, device=device)
+
+    def makes(scratch_bytes, result_bytes):
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+        result = torch.empty(result_bytes, dtype=torch.uint8, device=device)
+        del scratch
+        return result
+
+    runs = [partial(makes, 3000, 5 * MIB), partial(makes, 4096, 4096), known.zero_]
+    first, second, third = events_of(runs, device)
+    assert orders_within(first, [5 * MIB]) == ((3072, RESULT, -1),)
+    assert orders_within(second, [4096]) == ((RESULT, 4096, -2), (4096, RESULT, -1))
+    assert orders_within(second, [8192]) == ()
+    assert orders_within(third, []) == ((),)
 
 
 @pytest.mark.parametrize("orders", [None, (), ((),), ((3072, RESULT, -1), (RESULT, 5, -2))])

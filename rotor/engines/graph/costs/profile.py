@@ -22,7 +22,7 @@ from rotor._pytorch import core, devices, dispatch, scripts
 from rotor.common import cache
 from rotor.common.tensor_trees import extent_of, tree_tensors
 from rotor.common.undisturbed import generators_kept, random_states_kept
-from rotor.engines.graph.costs.repeating import UNTESTED, Orders, record, tested
+from rotor.engines.graph.costs.repeating import UNTESTED, Orders, events_of, orders_within, tested
 from rotor.engines.graph.tracing.fetches import is_collective
 from rotor.engines.graph.tracing.groups import groups_among, prepare
 from rotor.engines.graph.tracing.lowering import Lowered, Task, at_path
@@ -374,19 +374,24 @@ def orders_of(
     By operation, `wholes` have the made-up whole number that it takes, and `sizes` the bytes that
     it makes.
     """
-    with record(device) as recorded:
+
+    def calls() -> Iterator[Callable[[], Any]]:
         for task, arguments.whole in zip(tasks, wholes, strict=True):
-            function, args, kwargs = arguments.of(task)
-            with recorded.operation():
-                result = function(*args, **kwargs)
-            del result, args, kwargs
-    return [recorded.orders(number, made) for number, made in enumerate(sizes)]
+            yield _call(task, arguments)
+
+    events = events_of(calls(), device)
+    return [orders_within(*one) for one in zip(events, sizes, strict=True)]
+
+
+def _call(task: Task, arguments: Arguments) -> Callable[[], Any]:
+    """Return a run of an operation on made-up arguments."""
+    function, args, kwargs = arguments.of(task)
+    return partial(function, *args, **kwargs)
 
 
 def tested_alone(task: Task, arguments: Arguments, device: torch.device) -> int:
     """Run an operation twice on made-up arguments; return its flags."""
-    function, args, kwargs = arguments.of(task)
-    return tested(task, partial(function, *args, **kwargs), device)
+    return tested(task, _call(task, arguments), device)
 
 
 def sizes_of(task: Task, result: Any, given: Any, planned: list[int]) -> list[int]:
@@ -450,8 +455,6 @@ def timed(task: Task, arguments: Arguments, device: torch.device) -> int | None:
     """Return the nanoseconds of a run; None if the operation does not run on made-up arguments."""
 
     def run() -> int:
-        function, args, kwargs = arguments.of(task)
-        call = partial(function, *args, **kwargs)
-        return measure_ns(call, device, max_seconds=_SECONDS_PER_OPERATION)
+        return measure_ns(_call(task, arguments), device, max_seconds=_SECONDS_PER_OPERATION)
 
     return found_alone(task, arguments, device, run)

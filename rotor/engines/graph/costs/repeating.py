@@ -9,8 +9,7 @@ On an accelerator, events tell the order of the allocations and frees within an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -158,43 +157,32 @@ that is freed. Where both choices give the same order, it is listed once.
 """
 
 
-class Recorded:
-    """Events of a number of operations."""
+def events_of(runs: Iterable[Callable[[], Any]], device: torch.device) -> list[list[int]]:
+    """Return the events of runs on an accelerator: bytes of allocated blocks, negative for freed.
 
-    def __init__(self, trace: profiler.AllocationTrace) -> None:
-        self._trace = trace
-        self.events: list[list[int]] = []
-        """By operation, the bytes of allocated blocks; negative for freed blocks."""
-
-    @contextmanager
-    def operation(self) -> Iterator[None]:
-        """Record the events of an operation."""
-        self._trace.mark("begin")
-        yield
-        self._trace.mark("end")
-
-    def orders(self, index: int, made: Sequence[int]) -> Orders:
-        """Return the possible orders within an operation that makes storages of known sizes."""
-        found = [_order(self.events[index], made, latest=latest) for latest in (True, False)]
-        if None in found:
-            return ()
-        return tuple(order for order in dict.fromkeys(found) if order is not None)
-
-
-@contextmanager
-def record(device: torch.device) -> Iterator[Recorded]:
-    """Record operations; their events are known afterwards."""
+    Results are freed after their run.
+    """
     trace = profiler.AllocationTrace(device_type=device.type)
     trace.start()
-    recorded = Recorded(trace)
     try:
-        yield recorded
+        for run in runs:
+            trace.mark("begin")
+            result = run()
+            trace.mark("end")
+            del run, result
     finally:
         events = trace.stop()
     sizes = events.nbytes.tolist()
-    for mark, following in pairwise(events.marks):
-        if mark.name == "begin":
-            recorded.events.append(sizes[mark.position : following.position])
+    begun = [pair for pair in pairwise(events.marks) if pair[0].name == "begin"]
+    return [sizes[begin.position : end.position] for begin, end in begun]
+
+
+def orders_within(events: Sequence[int], made: Sequence[int]) -> Orders:
+    """Return the possible orders within an operation that makes storages of known sizes."""
+    found = [_order(events, made, latest=latest) for latest in (True, False)]
+    if None in found:
+        return ()
+    return tuple(order for order in dict.fromkeys(found) if order is not None)
 
 
 def _order(events: Sequence[int], made: Sequence[int], *, latest: bool) -> tuple[int, ...] | None:
