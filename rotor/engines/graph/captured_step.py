@@ -39,6 +39,7 @@ from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
 from rotor.tier.offload import Homes, Offload
+from rotor.tier.state import AwayState
 
 
 def homes_of(offload: Offload | None, away: Away | None, device: torch.device) -> Homes | None:
@@ -191,6 +192,11 @@ class CapturedStep:
         return homes_of(self.offload, self.away, self.device)
 
     @property
+    def state(self) -> AwayState | None:
+        """Parameters at home in a second tier; ``None`` where they are here."""
+        return None if self.away is None else self.away.state
+
+    @property
     def link(self) -> Link | None:
         """Link to the second tier, on which plans count; ``None`` without a tier."""
         return None if self.offload is None else self.offload.known_link(self.device)
@@ -230,7 +236,7 @@ class CapturedStep:
         The context gives the arguments to call it with, and the runner with early gradients, None
         without one. The marks are called when the backward begins, and when it ends.
         """
-        state = None if self.away is None else self.away.state
+        state = self.state
         self.capture.leaves = []
         if isinstance(code, EarlyCode) and self.owners is not None:
             if state is not None:

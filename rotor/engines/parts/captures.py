@@ -161,8 +161,7 @@ class Captures:
         place = (id(step.captured), step.values)
         if place not in self.kinds:
             alike = [kind.orders for kind in self.kinds.values() if kind.captured is step.captured]
-            self.kinds[place] = Kind(step, self._options, alike[0] if alike else {}, self.away)
-            self.kinds[place].find_programs()
+            self.kinds[place] = Kind(step, self._options, alike[0] if alike else {})
         return self.kinds[place]
 
     def _kind(
@@ -194,9 +193,7 @@ class Captures:
                 step = _leaving(step, module)
                 orders = self._orders.setdefault((key[1:], len(captured.lowered.tasks)), {})
                 known = {} if self.away is None else orders
-                kind = Kind(step, self._options, known, self.away)
-                self.kinds[id(captured)] = kind
-                kind.find_programs()
+                self.kinds[id(captured)] = Kind(step, self._options, known)
                 if self._shares_shapes:
                     family = self._family(key, module, arguments)
                     alone = (family.shapes[key[-1]], captured.lowered, costs)

@@ -27,13 +27,11 @@ from rotor.engines.contract import (
     StartMeter,
 )
 from rotor.engines.graph.calls import captured_key
-from rotor.engines.graph.code.emit import Emitted
-from rotor.engines.graph.code.offloading import Placed
 from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine
 from rotor.engines.parts.captures import Captures
 from rotor.engines.parts.chained import ChainKind, MeasuredStages, mark_backward
-from rotor.engines.parts.kinds import Kind, backward_marks
+from rotor.engines.parts.kinds import Failure, Kind, backward_marks
 from rotor.engines.parts.pieces import Pieces, Site, discover
 from rotor.engines.parts.plan import (
     PartsPlan,
@@ -348,7 +346,7 @@ class PiecesStep:
 
     def _call_as_found(
         self, path: str, module: nn.Module, args: Any, kwargs: Any, k: int | None = None
-    ) -> tuple[Any, str]:
+    ) -> tuple[Any, Failure]:
         """Return the output of a call that is not in the plan, captured now, and whether it failed.
 
         It needs what was planned for call `k`, if possible.
@@ -370,7 +368,9 @@ class PiecesStep:
                     is_held = site.is_held
                     planned = site.kind.options(is_held)[self._plan.choice[k]]
                 emitted = kind.emitted(kind.in_place_of(planned, is_held))
-                return self._call(kind, emitted, module, args, kwargs)
+                output, failed = kind.call(emitted, module, args, kwargs)
+                self.token = self.token if failed else kind.step.capture.token
+                return output, failed
         return None, "now"
 
     def _runner(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
@@ -400,9 +400,10 @@ class PiecesStep:
             marks = backward_marks(self._meter.mark, k)
             self._meter.mark(f"forward {k}")
         with self._replaced.paused(site.module):
-            output, failed = self._call(
-                kind, emitted, site.module, args, kwargs, marks, self._placed.of(k)
+            output, failed = kind.call(
+                emitted, site.module, args, kwargs, marks, self._placed.of(k)
             )
+            self.token = self.token if failed else kind.step.capture.token
         if self._meter is not None:
             self._meter.mark(f"after {k}")
         if failed:
@@ -413,18 +414,3 @@ class PiecesStep:
                 output, failed = self._call_as_found(site.path, site.module, args, kwargs, k)
             return forward(*args, **kwargs) if failed else output
         return output
-
-    def _call(
-        self,
-        kind: Kind,
-        emitted: Emitted,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        marks: Any = None,
-        placed: Placed | None = None,
-    ) -> tuple[Any, str]:
-        output, failed = kind.call(emitted, module, args, kwargs, marks, placed)
-        if not failed:
-            self.token = kind.step.capture.token
-        return output, failed

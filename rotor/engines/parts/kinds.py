@@ -38,10 +38,12 @@ from rotor.graph.assembly import Option, undominated
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
-from rotor.tier.offload import Homes
 from rotor.tier.state import AwayState
 
 logger = logging.getLogger("rotor")
+
+Failure = Literal["", "now", "for good"]
+"""Failure of a call, which has to run plain, or of all calls; empty if it ran as planned."""
 
 _LEVELS = 7
 _PEAKS = 4
@@ -78,8 +80,6 @@ class Kind:
     """Options of its searches for programs, those of `rotor.graph.plan`."""
     orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Actions of programs at any shape, by existing gradients and unrepeatable operations."""
-    away: AwayState | None = None
-    """Homes of the parameters in a second tier; ``None`` where they are here."""
     programs: list[Program] = field(default_factory=list)
     """Ways to run it; `options` has their needs."""
     link: Link | None = field(default=None, init=False, repr=False)
@@ -92,6 +92,9 @@ class Kind:
     _units: WeakKeyDictionary[nn.Module, Unit] = field(default_factory=WeakKeyDictionary)
     _known: int = 0
     is_carried: bool = False
+
+    def __post_init__(self) -> None:
+        self.find_programs()
 
     @property
     def lowered(self) -> Lowered:
@@ -111,9 +114,7 @@ class Kind:
             return self
         if found not in self._variants:
             step = self.step.base.variant(found, frozenset())
-            kind = Kind(step, self.search, self.orders, self.away)
-            kind.find_programs()
-            self._variants[found] = kind
+            self._variants[found] = Kind(step, self.search, self.orders)
         return self._variants[found]
 
     def emitted(self, number: int) -> Emitted:
@@ -217,7 +218,7 @@ class Kind:
         lowered, moves = self.lowered, self.link is not None
         held = lowered.tasks[lowered.loss].inputs if moves else ()
         return build_graph(
-            lowered, self.step.costs, workspace, moves=moves, held=held, homes=self._homes
+            lowered, self.step.costs, workspace, moves=moves, held=held, homes=self.step.homes
         )
 
     def _searched(self) -> list[Program]:
@@ -264,12 +265,6 @@ class Kind:
             peaks = sorted({bound + (highest - bound) * k // _PEAKS for k in range(_PEAKS)})
             add_all(caps, peaks, self.link)
         return found
-
-    @property
-    def _homes(self) -> Homes | None:
-        """Links to the homes of its parameters; ``None`` where they are here."""
-        offload = None if self.away is None else self.step.offload
-        return None if offload is None else offload.homes(self.step.device)
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
         """Return programs with these actions, but for those that are impossible at this shape."""
@@ -384,13 +379,12 @@ class Kind:
         kwargs: Any,
         marks: Marks | None = None,
         placed: Placed | None = None,
-    ) -> tuple[Any, Literal["", "now", "for good"]]:
+    ) -> tuple[Any, Failure]:
         """Return the output of a captured module under a program, and whether the call failed.
 
-        The output is ``None`` after a failure: "now" if this call has to run plain, "for good" if
-        all calls do. The module's original forward must be installed. The marks are called when the
-        backward begins, and when it ends; `placed` has the places of offloaded values, for a
-        program that has any.
+        The output is ``None`` after a failure. The module's original forward must be installed. The
+        marks are called when the backward begins, and when it ends; `placed` has the places of
+        offloaded values, for a program that has any.
         """
         if emitted.places is not None:
             assert placed is not None
@@ -401,7 +395,7 @@ class Kind:
         rerun = Rerun(self._units[module], (args, kwargs), self.step.device, is_whole=False)
         try:
             installed = self.step.installed(slots_of(module), (args, kwargs), emitted, marks)
-            with in_place(self.away, module), installed as ((given, named), early):
+            with in_place(self.step.state, module), installed as ((given, named), early):
                 output = self.step.capture(module, given, named)
                 if early is not None:
                     output = early.returned(output)
