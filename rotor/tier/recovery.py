@@ -325,7 +325,8 @@ _running: weakref.WeakSet[FinishedSteps] = weakref.WeakSet()
 def _leave() -> None:
     """Leave the folders to the process that this one was forked from."""
     for steps in list(_running):
-        os.close(steps._lock)
+        if steps.end.alive:  # Else the number may be that of another file.
+            os.close(steps._lock)
     _running.clear()
 
 

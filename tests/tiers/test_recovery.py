@@ -155,8 +155,8 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     del chk
 
 
-def test_a_run_goes_on_in_its_folder(killed):
-    folder = killed / "late write"
+def test_a_run_goes_on_in_its_folder(killed, tmp_path):
+    folder = shutil.copytree(killed / "late write", tmp_path / "run")
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert modes == dict.fromkeys((recovery.VALUES, *recovery.RECORDS), 0o600)
     model, optimizer = killed_runs.made()
@@ -302,7 +302,10 @@ def test_a_forked_process_reads_parameters_and_changes_none():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_worker_of_a_data_loader_reads_parameters():
+def test_a_worker_of_a_data_loader_reads_parameters(tmp_path):
+    former, optimizer = killed_runs.made()
+    wrapped(former, optimizer, f"disk:{tmp_path}")
+    recovery.FinishedSteps.find(optimizer).end()
     chk = wrapped(*killed_runs.made(), "disk")
     weight = chk.module.first.weight
     rows = torch.utils.data.DataLoader(
