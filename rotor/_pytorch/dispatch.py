@@ -105,10 +105,12 @@ def callers_tracer() -> str:
     for kind in _kinds_of_modes():
         if kind.__name__ in _TRACING:
             return kind.__name__
+    return "compiled autograd" if _compiles_backwards() else ""
+
+
+def _compiles_backwards() -> bool:
     autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if autograd is not None and autograd.compiled_autograd_enabled:
-        return "compiled autograd"
-    return ""
+    return autograd is not None and autograd.compiled_autograd_enabled
 
 
 def callers_mode() -> str:
@@ -181,7 +183,6 @@ def after_last_backward(thread: int, name: str, function: Callable[[], object]) 
 
     It takes the place of an earlier one of this name.
     """
-    watch_backwards()
     _waiting[thread, name] = function
 
 
@@ -205,6 +206,8 @@ def watch_backwards() -> None:
     def run_watched(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[2] if len(args) > 2 else kwargs.get("inputs", ())
         nodes = tuple([o.node if hasattr(o, "node") else o.grad_fn for o in outputs])
+        if _compiles_backwards():
+            _edges(nodes, None, _is_planned)
         this = Backward(nodes, bool(kwargs.get("accumulate_grad", False)), bool(inputs))
         makes_graph = args[1] if len(args) > 1 else kwargs.get("create_graph", False)
         is_last = not makes_graph and graph_task() < 0
@@ -239,6 +242,16 @@ def edges_of_leaves(
             return None
         found = counts
     return found
+
+
+def _is_planned(node: Any) -> bool:
+    """Raise RuntimeError for a node whose backward runs by a plan."""
+    if str(getattr(type(node), "_forward_cls", "")).startswith("<class 'rotor."):
+        raise RuntimeError(
+            "compiled autograd sees each operator of this step, whose forward ran under a plan "
+            "before it was on: put it around both, or leave it out"
+        )
+    return False
 
 
 def _edges(

@@ -79,6 +79,7 @@ class Driver:
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self._begin(settings, wrapper, set())
+        dispatch.watch_backwards()
 
     def _begin(self, settings: Settings, wrapper: nn.Module | None, warned: set[str]) -> None:
         self.settings = settings

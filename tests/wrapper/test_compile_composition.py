@@ -231,6 +231,16 @@ def test_a_graph_of_a_step_in_compiled_autograd_is_refused():
         model(batch())
 
 
+@pytest.mark.parametrize("engine", ["chain", "graph", "dynamic"])
+def test_compiled_autograd_around_the_backward_alone_is_refused(engine):
+    model = rotor.Checkpointable(make(), mem_limit=LIMIT, engine=engine)
+    loss = model(batch()).square().sum()
+    with compiled_autograd(), pytest.raises(RuntimeError, match="compiled autograd sees"):
+        loss.backward()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_one_graph_of_a_model_with_a_limit_is_refused():
     model = rotor.Checkpointable(make(), mem_limit=LIMIT)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -116,7 +116,6 @@ class BudgetedStep:
             **settings,
         )
         self.session.count_slack()
-        dispatch.watch_backwards()
         self._ended = ended
         self.session.count([self._undo.random_state])
 
