@@ -51,18 +51,21 @@ def current() -> Session | None:
 def _entered(session: Session) -> Iterator[None]:
     """Make a session the current one; wait for that of another thread."""
     me = [threading.get_ident()]
-    with _left:
-        if _holder == me or not _left.wait_for(lambda: not _current, _PATIENCE):
-            raise RuntimeError(_NESTED)
-        _current.append(session)
-        _holder[:] = me
+    if _holder == me:
+        raise RuntimeError(_NESTED)
     try:
+        with _left:
+            if not _left.wait_for(lambda: not _current, _PATIENCE):
+                raise RuntimeError(_NESTED)
+            _holder[:] = me
+            _current.append(session)
         yield
     finally:
         with _left:
-            _current.remove(session)
-            _holder.clear()
-            _left.notify_all()
+            if _holder == me:
+                _current.clear()
+                _holder.clear()
+                _left.notify_all()
 
 
 def _bytes_of_limit(limit: int | str | float | None) -> int | None:

@@ -26,6 +26,7 @@ from torch import nn
 from zoo.models import Asking, Row
 
 import rotor
+from rotor.dtr import context
 from rotor.meter import allocator
 
 HOME = str(Path(rotor.__file__).parent)
@@ -258,6 +259,16 @@ def test_no_meter_stays_where_planning_was_left_before_its_first_line(unheard):
     del meter
     gc.collect()
     assert stays() is None
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["forward", "backward"])
+def test_no_session_stays_where_it_was_entered(unheard, number):
+    model, file = limited("dynamic", 3), context.__file__
+    known = [each.strip() for each in inspect.getsource(context).splitlines()]
+    entered = known.index("_current.append(session)")
+    for line in range(entered, entered + 3):
+        inject(model, Stopped, Visit(file, line, number))
+        assert_right(model, "dynamic")
 
 
 @pytest.mark.slow
