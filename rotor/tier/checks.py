@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from rotor._pytorch import core, pointers
+from rotor._pytorch.optimizers import parameters_of
 from rotor.tier.homes import AwayTensor
 from rotor.tier.updates import LEAST_BYTES
 from rotor.units import exact_bytes
@@ -22,7 +23,7 @@ def check_optimizers(parameters: Sequence[nn.Parameter], optimizers: Sequence[An
     """Raise ValueError or TypeError if one does not suit, or all lack trained parameters."""
     for optimizer in optimizers:
         _check_optimizer(optimizer)
-    held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    held = {id(p) for one in optimizers for p in parameters_of(one)}
     missing = [p for p in parameters if p.requires_grad and id(p) not in held]
     if missing:
         raise ValueError(

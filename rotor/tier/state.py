@@ -123,8 +123,9 @@ class AwayState:
         check_optimizers(list(self.module.parameters()), several)
         if self._finished is not None:
             self._finished.follow(several, self._keep_all)
-        for one in several:
-            self._keep_all(one)
+        else:
+            for one in several:
+                self._keep_all(one)
         for former in self.optimizers:
             vars(former).pop("step", None)
         for hook in self._loaded:
