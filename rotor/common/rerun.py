@@ -414,9 +414,10 @@ class Rerun:
         level = Level(range(len(given)), ()) if level is None else level
         asked = {id(t): t for t in wanted if backwards.is_asked_for(t)}
         roots = [k for k, gradient in enumerate(given) if gradient is not None]
-        if not (asked or level.earlier) and roots:
+        if not roots:
+            return {}
+        if not (asked or level.earlier):
             self._arguments()  # The argument that is asked for may be gone.
-        if not roots or not (asked or level.earlier):
             return {}
         with CollectorPause():  # Between two readings of the level it would free other memory.
             if self._tape is None:

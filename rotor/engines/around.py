@@ -53,11 +53,11 @@ class _Part:
         Those of the outputs are ``None``, or all others.
         """
         passed = (*given, *[None] * (len(level.earlier) + len(self._leaves)))
-        token = self.token()
-        is_past = token is None and all(gradient is None for gradient in given)
+        token, is_new = self.token(), self._task != dispatch.graph_task()
+        is_past = is_new and token is None and all(gradient is None for gradient in given)
         if is_past or (self._is_outer and not torch.is_grad_enabled()):
             return passed
-        if self._task != dispatch.graph_task():
+        if is_new:
             self._begin(token, given)
         if not self._is_wanted:
             return passed
