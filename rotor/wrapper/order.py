@@ -154,10 +154,8 @@ class Order:
                 f"{_ENDLESS} of the last {_AMONG} steps were of new kinds, each of which was "
                 "captured and planned: further kinds are not"
             )
-            why = {engine.name: reason for engine in capturing}
-            device = context.device_of(call)
-            context.refusals[key.measured] = Refusal(number, device, reason, why)
-            self.taken_over[self.engines[number]] = reason
+            for _ in capturing:
+                self.refuse(key, call, reason)
 
     def note_measured(self, engine: Engine, found: Any) -> None:
         """Note that an engine has measured a step; `found` is its measure."""
