@@ -283,6 +283,16 @@ def run_and_wait(function: Any, *args: Any, **kwargs: Any) -> Any:
     return found[0] if is_single else found
 
 
+def wait_for(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Wait for those tensors that a collective still makes.
+
+    PyTorch holds the result of a collective for good if nothing reads it.
+    """
+    for tensor in tensors:
+        if tensor is not None:
+            core.strided_parts(tensor)
+
+
 def stays_held(is_held: Callable[[], bool], seconds: float) -> bool:
     """Return whether something is held for longer than a thread of gloo may take to drop it."""
     end = time.monotonic() + seconds

@@ -486,6 +486,7 @@ LAYOUTS = {
     "tp_dropout": Layout(lambda: split(Net(blocks(0.1)), whole_mesh())),
     "tp_sequential": Layout(lambda: split(nn.Sequential(*blocks()), whole_mesh())),
     "tp_flat": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "chain"),
+    "tp_flat_graph": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "graph"),
     "tp_chain": Layout(lambda: split(nn.Sequential(*blocks(0.1)), whole_mesh()), "chain"),
     "tp_dynamic": Layout(lambda: split(Net(blocks()), whole_mesh()), "dynamic"),
     "tp_broken": Layout(lambda: split(Net(broken(blocks())), whole_mesh())),

@@ -28,7 +28,7 @@ from rotor.algorithms.utils import ProgressCallback
 from rotor.chain import Chain
 from rotor.common.modes import autocast_off
 from rotor.common.places import Place, Saved, tensors_in
-from rotor.common.ranks import NeedsPeers, Ranks, entered
+from rotor.common.ranks import NeedsPeers, Ranks, entered, wait_for
 from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_tensors
 from rotor.common.undisturbed import buffers_copied, gradients_aside, trial
 from rotor.engines.chain.alike import TimedStage, frozen_prefix, merge_stages, structure_of
@@ -324,7 +324,9 @@ class Measuring:
         # FSDP2 leaves reduced gradients in the parameters, where the caller takes them.
         aside = gradients_aside(self.run.parameters[i]) if self.sees_writes else nullcontext()
         with autocast_off(self.device.type), aside:
-            return self.run.back(i, True, [True] * len(self.run.parameters[i]))
+            found = self.run.back(i, True, [True] * len(self.run.parameters[i]))
+        wait_for([*(self.run.gradient or ()), *found])
+        return found
 
     def _times(self, i: int, x: Any) -> tuple[int, int, int]:
         """Return the medians of Fn, Fe and B of stage i, ns."""

@@ -23,6 +23,7 @@ from rotor._pytorch import core
 from rotor._pytorch.traces import OwnParametrizations, are_parametrizations_cached
 from rotor.common.dependencies import Dependencies, Record
 from rotor.common.places import Place
+from rotor.common.ranks import wait_for
 from rotor.common.tensor_trees import Flags, tree_tensors, with_tensors
 
 
@@ -31,6 +32,7 @@ class Stage:
 
     __slots__ = (
         "_dependencies",
+        "_is_parallel",
         "_parameter_slots",
         "all_slots",
         "asks",
@@ -61,6 +63,7 @@ class Stage:
         self.read: set[int] = set()
         """Ids of the parameters, and of other stages' buffers, that a forward reads."""
         self._dependencies: Dependencies | None = None
+        self._is_parallel = core.is_distributed()
         for module in self.modules():
             self._parameter_slots += core.parameter_slots(module)
             self.buffers += core.buffer_slots(module)
@@ -80,6 +83,8 @@ class Stage:
     def _applied(self, x: Any) -> Any:
         for function in self.functions:
             x = function(x)
+        if self._is_parallel and type(x) is not torch.Tensor:
+            wait_for(tree_tensors(x))  # A recomputed output may have no reader.
         return x
 
     def record(self) -> Record:
