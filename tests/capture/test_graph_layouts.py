@@ -68,6 +68,15 @@ class Net(nn.Module):
     def _complex(self, x, _):
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (12, 2))) * self.scale)
 
+    def _spectral(self, x, _):
+        return torch.fft.irfftn(x * self.scale, dim=-1)
+
+    def _real(self, x, _):
+        return (torch.complex(x, x.tanh()) * self.scale).real
+
+    def _stacked(self, x, _):
+        return torch.view_as_complex(torch.stack([x, x.tanh()], -1) * self.scale).real
+
     def _scattered(self, x, _):
         base = torch.zeros(4, 24 * 25)
         return torch.as_strided_scatter(base, x, (4, 25, 24), (600, 24, 1)).view(4, 25, 24)

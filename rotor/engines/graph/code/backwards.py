@@ -44,10 +44,22 @@ def in_order(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
     if node.target in READERS:
         position, like = READERS[node.target]
         return _ordered(target, [position], like)
-    if node.target in VIEWS or _is_of_others(node.target):
+    if (node.target in VIEWS and not _is_part(node)) or _is_of_others(node.target):
         found = [k for k, value in enumerate(node.args) if _is_contiguous(value)]
         return _ordered(target, found) if found else target
     return target
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Return whether a node serves to read a real or imaginary part, of a tensor in any layout.
+
+    The gradient of a complex view is made contiguous, and its parts may be read too.
+    """
+    return (
+        node.target is _aten.view_as_real.default
+        and [user.target for user in node.users] == [_aten.select.int]
+        and all(n.target is not _aten.view_as_complex.default for n in node.graph.nodes)
+    )
 
 
 def _is_of_others(target: Any) -> bool:
