@@ -207,7 +207,7 @@ def watch_backwards() -> None:
         inputs = args[2] if len(args) > 2 else kwargs.get("inputs", ())
         nodes = tuple([o.node if hasattr(o, "node") else o.grad_fn for o in outputs])
         if _compiles_backwards():
-            _edges(nodes, None, _is_planned)
+            _edges(nodes, None, _check_unplanned)
         this = Backward(nodes, bool(kwargs.get("accumulate_grad", False)), bool(inputs))
         makes_graph = args[1] if len(args) > 1 else kwargs.get("create_graph", False)
         is_last = not makes_graph and graph_task() < 0
@@ -244,9 +244,9 @@ def edges_of_leaves(
     return found
 
 
-def _is_planned(node: Any) -> bool:
-    """Raise RuntimeError for a node whose backward runs by a plan."""
-    if str(getattr(type(node), "_forward_cls", "")).startswith("<class 'rotor."):
+def _check_unplanned(node: Any) -> bool:
+    """Return that a node's edges count; raise RuntimeError if its backward runs by a plan."""
+    if getattr(getattr(type(node), "_forward_cls", None), "__module__", "").startswith("rotor."):
         raise RuntimeError(
             "compiled autograd sees each operator of this step, whose forward ran under a plan "
             "before it was on: put it around both, or leave it out"
@@ -607,7 +607,7 @@ core.check(
     Tensor._use_count _C.DisableTorchFunction _C._AutoDispatchBelowAutograd _C._DisableAutocast
     _C._DisableTorchDispatch _C._ForceDispatchKeyGuard
     _C._autograd._top_saved_tensors_default_hooks _C._current_autograd_node
-    _C._dispatch_get_all_op_names
+    _C._dispatch_get_all_op_names autograd.Function._backward_cls._forward_cls
     _C._dispatch_tls_local_exclude_set _C._dispatch_tls_local_include_set
     _C._get_fp32_precision_getter _C._is_torch_function_mode_enabled
     _C._len_torch_dispatch_stack _C._set_fp32_precision_setter _C._vmapmode_decrement_nesting

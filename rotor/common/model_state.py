@@ -48,8 +48,6 @@ def planned_module(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if not hasattr(module, "training"):
-            module.training = False  # As `eval` does. Frozen scripts have no such attribute.
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             kind = type(module).__name__
             where = f"module {name}" if name else "the model"
@@ -58,6 +56,9 @@ def planned_module(model: nn.Module) -> nn.Module:
                 "where they are computed under a plan. Wrap the other way round: "
                 f"{kind}(rotor.Checkpointable(model))"
             )
+    for module in model.modules():
+        if not hasattr(module, "training"):
+            module.training = False  # As `eval` does. Frozen scripts have no such attribute.
     return ScriptModel(model) if isinstance(model, torch.jit.ScriptModule) else model
 
 

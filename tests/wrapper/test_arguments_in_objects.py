@@ -181,6 +181,15 @@ def test_a_model_with_a_frozen_script_trains(engine: str) -> None:
     assert all(map(torch.equal, expected, [p.grad for p in net.parameters()]))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_refused_model_with_a_frozen_script_is_left_as_it_was() -> None:
+    frozen = torch.jit.freeze(scripted("script").eval())
+    net = nn.Sequential(frozen, nn.DataParallel(nn.Linear(32, 3)))
+    with pytest.raises(TypeError, match="module 1 is a DataParallel"):
+        rotor.Checkpointable(net, mem_limit="1 MB")
+    assert not hasattr(frozen, "training")
+
+
 class Copied(nn.Linear):
     """A class that makes its copies itself."""
 
