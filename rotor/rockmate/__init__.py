@@ -15,11 +15,10 @@ from torch import nn
 from rotor.common.calls import sample_call
 from rotor.common.frames import warn_of_ignored
 from rotor.engines.contract import Key, Settings
-from rotor.engines.graph.code.pricing import search
 from rotor.engines.graph.engine import GraphEngine
 from rotor.engines.graph.planned import GraphPlan
 from rotor.errors import InfeasibleError
-from rotor.graph import exact
+from rotor.graph import exact, planner
 from rotor.graph.blockwise import plan_blocks
 from rotor.graph.graph import Graph, Storage
 from rotor.graph.program import Program
@@ -47,6 +46,10 @@ _EXACT_SECONDS = 60.0
 _Find = Callable[[Graph, int, dict[str, Any], Any], Program]
 
 
+def _by_operations(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    return planner.plan(graph, budget, progress=progress, **options)
+
+
 def _exactly(graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
     del progress
     seconds = options.get("time_limit") or _EXACT_SECONDS
@@ -58,7 +61,11 @@ def _by_blocks(graph: Graph, budget: int, options: dict[str, Any], progress: Any
     return plan_blocks(graph, budget)
 
 
-SOLVERS: dict[str, _Find] = {"operations": search, "blocks": _by_blocks, "exact": _exactly}
+SOLVERS: dict[str, _Find] = {
+    "operations": _by_operations,
+    "blocks": _by_blocks,
+    "exact": _exactly,
+}
 """Functions of a graph, a budget, options and a progress callback, by `Solver.algorithm`."""
 
 
@@ -118,9 +125,7 @@ class _BudgetEngine(GraphEngine):
         """Return the function that finds programs within the budget."""
         return self._within_budget
 
-    def _within_budget(
-        self, graph: Graph, limit: int, options: dict[str, Any], progress: Any
-    ) -> Program:
+    def _within_budget(self, graph: Graph, limit: int, *, progress: Any, **options: Any) -> Program:
         budget = self.settings.budget
         if budget is None:
             return self._fastest(graph, limit, options, progress)

@@ -65,7 +65,7 @@ _SMALL_GAIN = 0.01
 _LEAST_GAIN = 0.001
 """Gain from which a program is exchanged, which takes the time of making its code."""
 
-Solve = Callable[[Graph, int, dict[str, Any], Any], Program]
+Solve = Callable[..., Program]
 logger = logging.getLogger("rotor")
 
 
@@ -89,9 +89,7 @@ class _Quick:
         self.taken: int | None = None
         self.is_repaired = False
 
-    def __call__(
-        self, graph: Graph, budget: int, options: dict[str, Any], progress: Any
-    ) -> Program:
+    def __call__(self, graph: Graph, budget: int, **options: Any) -> Program:
         link = options.get("link")
         found = [(k, program_of(graph, start, link)) for k, start in enumerate(self._starts)]
         programs = [(k, program) for k, program in found if program is not None]
@@ -106,7 +104,7 @@ class _Quick:
         if before is not None:
             # The budget is a little less than before: repairing the latest program is enough.
             start, given["effort"] = before, 0
-        self._latest = planner.plan(graph, budget, progress=progress, start=start, **given)
+        self._latest = planner.plan(graph, budget, start=start, **given)
         return self._latest
 
 

@@ -19,13 +19,14 @@ import torch
 from rotor.common.joining import joined
 from rotor.common.ranks import RankError, Ranks, digest, each, run_and_wait
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.code.pricing import build_graph, search
+from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.costs.profile import Arguments, Cost, isolated, keys_of
 from rotor.engines.graph.costs.repeating import TESTED
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord, lower_bound_of
 from rotor.engines.graph.tracing.groups import Group
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InfeasibleError
+from rotor.graph import planner
 from rotor.graph.graph import Graph
 from rotor.graph.program import Program
 from rotor.meter import allocator
@@ -118,9 +119,10 @@ def make_graph_plan(
 ) -> GraphPlan:
     """Return the fastest program found under a limit.
 
-    `solve` is called as `search`, which plans by default. `sets_aside` has it leave all that its
-    program needs beside the graph's storages, even if the limit has room: it plans for less. Raise
-    InfeasibleError with the least limit for which a plan was found if there is none under this one.
+    `solve` is called as `rotor.graph.plan`, which plans by default. `sets_aside` has it leave all
+    that its program needs beside the graph's storages, even if the limit has room: it plans for
+    less. Raise InfeasibleError with the least limit for which a plan was found if there is none
+    under this one.
 
     With `ranks`, this is a collective operation: the limit and the reserve are the same on all, the
     first one searches, and each returns its plan of that program. Raise RankError if they have
@@ -128,7 +130,7 @@ def make_graph_plan(
     """
     of_all = partial(each, ranks)
     graph = step.graph(loss_bytes)
-    find = solve or search
+    find = solve or planner.plan
     sizes = [0]
     if ranks is not None:
         check_same(ranks, step.lowered)
@@ -141,7 +143,7 @@ def make_graph_plan(
 
     def found(own: int) -> Found:
         budget = max(limit_bytes - own - reserve_bytes, 1)
-        program = find(graph, budget, options or {}, progress)
+        program = find(graph, budget, progress=progress, **(options or {}))
         pairs = of_all(lambda: (step.bytes_beside(program, limit_bytes), program.peak_bytes))
         beside = [needed for needed, _ in pairs]
         within = all(peak + needed + reserve_bytes <= limit_bytes for needed, peak in pairs)
@@ -201,10 +203,10 @@ def _refusal(limit_bytes: int, least_bytes: int, bound_bytes: int, sizes: list[i
 
 
 def _found_by_first(
-    ranks: Ranks, joint: Graph, graph: Graph, budget: int, options: dict[str, Any], progress: Any
+    ranks: Ranks, joint: Graph, graph: Graph, budget: int, **options: Any
 ) -> Program:
     """Return the program of a graph that the first rank finds for the cost model of all ranks."""
-    actions = ranks.decide(lambda: search(joint, budget, options, progress).actions)
+    actions = ranks.decide(lambda: planner.plan(joint, budget, **options).actions)
     return Program(graph, actions, options.get("link"))
 
 
@@ -214,8 +216,7 @@ def _search_with_tier(
     of_all: Callable[[Callable[[], int]], list[int]],
     graph: Graph,
     budget: int,
-    options: dict[str, Any],
-    progress: Any,
+    **options: Any,
 ) -> Program:
     """Return the program of a search whose values have places within the limit of the tier.
 
@@ -227,13 +228,13 @@ def _search_with_tier(
     assert link is not None
     room = offload.limit_bytes
     for _ in range(_ROOMIER):
-        program = find(graph, budget, {**options, "link": link}, progress)
+        program = find(graph, budget, **options | {"link": link})
         missing = max(of_all(partial(step.tier_excess, program)))
         if room is None or missing <= 0:
             return program
         most = link.host_bytes if link.host_bytes is not None else room
         link = replace(link, host_bytes=max(most - missing, 0))
-    return find(graph, budget, options, progress)
+    return find(graph, budget, **options)
 
 
 class Found(NamedTuple):

@@ -24,7 +24,7 @@ from rotor.engines.graph.captured_step import CapturedStep, homes_of
 from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.handover import Away, with_handovers
 from rotor.engines.graph.code.offloading import Layout
-from rotor.engines.graph.code.pricing import build_graph, search, transfers
+from rotor.engines.graph.code.pricing import build_graph, transfers
 from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, work_of
@@ -395,10 +395,10 @@ class ShapeStep(CapturedStep):
         known = self.symbolic.excess
         return max(self.symbolic.scaled(known, self.values), 0) if known else 0
 
-    def solve(self, graph: Graph, budget: int, options: dict[str, Any], progress: Any) -> Program:
+    def solve(self, graph: Graph, budget: int, **options: Any) -> Program:
         """Return a known program that fits in a budget and is good, or the result of a search.
 
-        The arguments are those of `rotor.engines.graph.code.pricing.search`.
+        The arguments are those of `rotor.graph.plan`.
         """
         variant, total = self._variant, self.symbolic.total(self.values)
         known = self.priced(graph, budget, options.get("link"))
@@ -408,7 +408,7 @@ class ShapeStep(CapturedStep):
             if is_near or known.time_ns <= _GOOD * graph.total_time * 1e9:
                 return known
         try:
-            found = search(graph, budget, {**options, "effort": "fast"}, progress)
+            found = planner.plan(graph, budget, **options | {"effort": "fast"})
         except InfeasibleError:
             if known is None:
                 raise

@@ -1,4 +1,4 @@
-"""Cost models of captured operations, the search for their programs, and the private pool.
+"""Cost models of captured operations, and the private pool.
 
 What outlives a step is made outside of the pool.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -18,10 +18,8 @@ from rotor.engines.graph.code.actions import movable
 from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.tracing.fetches import Fetch, is_fetch
 from rotor.engines.graph.tracing.lowering import Lowered
-from rotor.graph import planner
 from rotor.graph.blocks import runs_outside
 from rotor.graph.graph import Graph, Operation, Storage
-from rotor.graph.program import Program
 from rotor.meter.reserving import Reserving
 from rotor.tier.offload import Homes
 
@@ -114,16 +112,6 @@ def sizes_of(lowered: Lowered, costs: list[Cost]) -> list[int]:
         for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
             sizes[storage] = size
     return sizes
-
-
-def search(
-    graph: Graph,
-    budget: int,
-    options: dict[str, Any],
-    progress: Any,
-) -> Program:
-    """Return the planner's program."""
-    return planner.plan(graph, budget, progress=progress, **options)
 
 
 def outliving_storages(lowered: Lowered) -> frozenset[int]:
