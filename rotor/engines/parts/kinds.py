@@ -27,7 +27,7 @@ from rotor.engines.graph.code.actions import Action, actions_of
 from rotor.engines.graph.code.actions import Kind as ActionKind
 from rotor.engines.graph.code.early import Marks, slots_of
 from rotor.engines.graph.code.emit import Emitted
-from rotor.engines.graph.code.offloading import Layout, Placed
+from rotor.engines.graph.code.offloading import Layout, StepArea
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
 from rotor.engines.graph.tracing.lowering import Lowered
@@ -378,7 +378,7 @@ class Kind:
         args: Any,
         kwargs: Any,
         marks: Marks | None = None,
-        placed: Placed | None = None,
+        placed: tuple[Layout, StepArea] | None = None,
     ) -> tuple[Any, Failure]:
         """Return the output of a captured module under a program, and whether the call failed.
 
@@ -388,7 +388,7 @@ class Kind:
         """
         if emitted.places is not None:
             assert placed is not None
-            emitted.places.layout = placed
+            emitted.places.layout, emitted.places.area = placed
         self.step.capture.forget_programs()
         if module not in self._units:
             self._units[module] = Unit(module.modules())

@@ -24,7 +24,7 @@ import torch
 from rotor.algorithms.curve import Curve
 from rotor.common.accounting import CODE_FACTOR
 from rotor.common.timeline import Timeline
-from rotor.engines.graph.code.offloading import Layout, Placed, StepArea
+from rotor.engines.graph.code.offloading import Layout, StepArea
 from rotor.engines.graph.planned import follows_link
 from rotor.graph.assembly import (
     Bases,
@@ -555,7 +555,7 @@ class PlacedStep:
         if area is not None:
             area.leave()
 
-    def of(self, k: int) -> Placed | None:
+    def of(self, k: int) -> tuple[Layout, StepArea] | None:
         """Return the places of part `k` in this step; ``None`` without any."""
         layout = self._layouts[k] if self._area is not None else None
-        return None if layout is None or self._area is None else Placed(layout, self._area)
+        return None if layout is None or self._area is None else (layout, self._area)

@@ -55,10 +55,6 @@ class Layout:
         tier, area = placed(self.tier, self.nbytes)
         tier.release(area)
 
-    def begin(self) -> StepTier:
-        """Return the offloaded values of a new step."""
-        return StepTier(self, self.begin_area())
-
     def begin_area(self) -> StepArea:
         """Return the area of a new step, with one user."""
         if self.waits.steps == 0 and self.tier.traffic is not None:
@@ -104,28 +100,19 @@ class StepArea:
             self.tier.release(self.area)
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Layout of a part of a step, in the area of the whole step."""
-
-    layout: Layout
-    area: StepArea
-
-    def begin(self) -> StepTier:
-        """Return the offloaded values of the part."""
-        return StepTier(self.layout, self.area.join())
-
-
 @dataclass
 class Places:
-    """Source of the offloaded values of a step, for code that plans share."""
+    """Source of the offloaded values of a step, or of a part of one, for code that plans share."""
 
-    layout: Layout | Placed
+    layout: Layout
     """Layout of the plan that runs next."""
+    area: StepArea | None = None
+    """Area of the whole step, for a part; ``None`` where each step of the layout has its own."""
 
     def begin(self) -> StepTier:
-        """Return the offloaded values of a new step."""
-        return self.layout.begin()
+        """Return the offloaded values of a new step, or of the part."""
+        area = self.layout.begin_area() if self.area is None else self.area.join()
+        return StepTier(self.layout, area)
 
 
 class StepTier:
@@ -145,7 +132,8 @@ class StepTier:
         nbytes = memory.nbytes()
         if nbytes > room:
             # An operator has cloned more than the value: bytes before it, or beyond.
-            begin, nbytes = _extent(tensor)
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            nbytes = extent_of(tensor.shape, tensor.stride()) * tensor.itemsize
         if nbytes > room:
             raise RuntimeError(
                 f"a value of {nbytes} bytes is to be offloaded, and its plan has room for {room}: "
@@ -197,12 +185,6 @@ class StepTier:
                 logger.info("a transfer of a dropped step failed: %s", error)
         self._tickets.clear()
         self._step_area.leave()
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the bytes up to its last one."""
-    elements = extent_of(tensor.shape, tensor.stride())
-    return int(tensor.storage_offset()) * tensor.itemsize, elements * tensor.itemsize
 
 
 def _new_bytes(nbytes: int, phase: int, alignment: int, device: torch.device) -> torch.Tensor:
