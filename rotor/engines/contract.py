@@ -439,6 +439,10 @@ class Context:
         loss_fn = self.settings.loss_fn
         return output if targets is None or loss_fn is None else loss_fn(output, *targets)
 
+    def plain(self, args: Any, kwargs: Any, targets: Sequence[Any] | None) -> Any:
+        """Return the result of a call without a plan, its loss included."""
+        return self.with_loss(self.module.forward(*args, **kwargs), targets)
+
 
 IsPending = Callable[[], bool] | None
 """Function that returns True while the backward of a step is still to come."""

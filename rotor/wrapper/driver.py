@@ -415,8 +415,7 @@ class Driver:
 
     def plain(self, call: Call) -> Any:
         """Return the output of the plain model."""
-        output = self.settings.module.forward(*call.args, **call.kwargs)
-        return self.context.with_loss(output, call.targets)
+        return self.context.plain(call.args, call.kwargs, call.targets)
 
     def step(self, call: Call) -> Any:
         """Run the forward of a training step under a plan, made first if none exists."""

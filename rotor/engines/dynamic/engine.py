@@ -197,18 +197,13 @@ class DynamicEngine(Engine):
         meter: StepMeter | None = None,
         is_trial: bool = False,
     ) -> tuple[BudgetedStep, Any]:
-        module, with_loss = self.context.module, self.context.with_loss
-
-        def forward(args: Any, kwargs: dict[str, Any], targets: Any) -> Any:
-            return with_loss(module.forward(*args, **kwargs), targets)
-
         value, rerun = (*call.arguments, call.targets), None
         if not is_trial:
             rerun = self.context.structure.rerun(value, plan.device)
-        step = plan.step(module, is_trial=is_trial)
+        step = plan.step(self.context.module, is_trial=is_trial)
         step.explain = lambda error: self.context.explain(error, plan.limit_bytes)
         plan.unknown = [] if meter is None else step.session.mark_unknown(meter.mark)
-        return step, step.forward(forward, value, plan.room, rerun)
+        return step, step.forward(self.context.plain, value, plan.room, rerun)
 
     def _try(self, plan: DynamicPlan, call: Call) -> None:
         """Run a forward and a backward without a trace; gradients of outputs are ones.

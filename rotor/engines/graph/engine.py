@@ -519,7 +519,7 @@ class GraphEngine(MeteredEngine):
         if meter is not None or plan.step.several_tangents:
             tensors = output_tensors(output)
             capture.note_absent_tangents(tensors)
-        output = capture.with_a_way_around(output, rerun, self._run_plain)
+        output = capture.with_a_way_around(output, rerun, lambda value: self.context.plain(*value))
         if meter is not None:
             meter.forward_done(output_tensors(output))
         token = capture.token
@@ -533,11 +533,6 @@ class GraphEngine(MeteredEngine):
         capture = partial(self._captured, loss_fn, call, backend=backend)
         known = plan.step.captured.numbers
         return self._numbers.captured(known, self.context.module, capture)
-
-    def _run_plain(self, value: Any) -> Any:
-        """Return the result of the call without a plan."""
-        args, kwargs, targets = value
-        return self.context.with_loss(self.context.module.forward(*args, **kwargs), targets)
 
     def _called(self, plan: GraphPlan, call: Call, code: Emitted) -> Any:
         """Return the result of the captured call under a plan, whose code is installed."""

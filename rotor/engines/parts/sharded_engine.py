@@ -103,16 +103,11 @@ class ShardedBlocksEngine(MeteredEngine):
         self.prepare_measuring(call.arguments, check)
         self._share_link()
 
-        def forward(arguments: Any) -> Any:
-            own_args, own_kwargs = arguments
-            output = self.context.module.forward(*own_args, **own_kwargs)
-            return self.context.with_loss(output, call.targets)
-
         found = self._measured[key.measured] = measure_blocks(
             self.context.module,
             self._sharding,
             self._candidates,
-            forward,
+            lambda arguments: self.context.plain(*arguments, call.targets),
             call.arguments,
             has_loss=self.context.loss_of(call) is not None,
             preserve_rng_state=self.settings.preserve_rng_state,
