@@ -21,7 +21,7 @@ def observer_of_step(engine: Engine, plan: Any, absent: tuple[bool, ...]) -> Ste
     `absent` is True for each parameter without a gradient, and empty if that is not known.
     """
     if plan.reserving is not None:
-        plan.reserving.begin(plan.device, plan.pool_blocks)
+        plan.reserving.begin(plan.device, [] if plan.pool is None else plan.pool.blocks)
     is_first, context = plan.awaits_meter, engine.context
     if not is_first:
         if context.peers.ranks is not None and not engine.ranks_meter_later:

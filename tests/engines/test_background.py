@@ -152,7 +152,7 @@ def test_nothing_is_measured_that_needs_more_than_the_limit(limit, monkeypatch):
     (rough,) = engine_of(chk).improver.rough.values()
     monkeypatch.setattr(glances, "timed", lambda *_: pytest.fail("it was measured"))
     rough.refinement.advance(1000, rough.primals(None), 0)
-    assert rough.refinement.is_done
+    assert not rough.refinement.left
 
 
 def test_waiting_measures_nothing_while_a_backward_is_to_come(limit):

@@ -147,10 +147,6 @@ class Captured:
             args[first + k] = self.zeros[k, shape]
 
 
-def _is_token(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "backward_of_program")
-
-
 class Unplanned(Exception):
     """Signal that a captured call with the inputs `primals` was reached before it had a program."""
 
@@ -359,7 +355,8 @@ class Capture:
         self.ran = None
         numbers = symbols.numbers_as_inputs(self._numbers)
         stood_in = scripts.stood_in(self._scripts)
-        with core.one_graph(), dispatch.hidden_from_hooks(_is_token), numbers, stood_in:
+        hidden = dispatch.hidden_from_hooks(lambda t: hasattr(t, "backward_of_program"))
+        with core.one_graph(), hidden, numbers, stood_in:
             if self.graphs:
                 with quiet_capture.CapturingAgain(self._branches, self._draws):
                     try:

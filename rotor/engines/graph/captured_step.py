@@ -293,11 +293,6 @@ class CapturedStep:
         return found, pool if pool.reserved_peak_bytes < found.reserved_peak_bytes else None
 
     @property
-    def several_tangents(self) -> bool:
-        """True if some outputs may be without a gradient while others have one."""
-        return len(self.lowered.output_of_tangent) > 1
-
-    @property
     def tangent_bytes(self) -> int:
         """Bytes of the gradients that the loss hands to the backward."""
         return sum(self.costs[self.lowered.loss].made_bytes)

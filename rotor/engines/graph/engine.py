@@ -192,10 +192,10 @@ class GraphEngine(MeteredEngine):
                 note_reads(self.context, key, None, call)
                 release(error)
                 raise CannotPlan(error) from None
-        if self._asks_for_choice(key):
+        kind = kind_of(key.measured)
+        if self.settings.backend == "auto" and not self.choices.known(kind):
             compiled = partial(self._captured, loss_fn, call, numbers, "inductor")
-            kind, device = kind_of(key.measured), self.context.device_of(call)
-            taken = self.choices.of(kind, taken, device, compiled)
+            taken = self.choices.of(kind, taken, self.context.device_of(call), compiled)
         self.improver.count_capture(begun)
         return self._profiled(key, *taken, call, loss_captured=loss_fn is not None)
 
@@ -203,10 +203,6 @@ class GraphEngine(MeteredEngine):
         """Return what runs a kind of step: operators too, before the choice of "auto"."""
         backend = self.settings.backend
         return backend if backend != "auto" else self.choices.known(kind_of(key.measured)) or "fx"
-
-    def _asks_for_choice(self, key: Key) -> bool:
-        is_known = bool(self.choices.known(kind_of(key.measured)))
-        return self.settings.backend == "auto" and not is_known
 
     def _one_shape_reason(self, *, has_numbers: bool) -> str:
         """Return the reason why no plan holds for several shapes; empty without one."""
@@ -516,7 +512,7 @@ class GraphEngine(MeteredEngine):
         if meter is not None and capture.ran is not plan.step.captured:
             meter.cancel()
             meter = None
-        if meter is not None or plan.step.several_tangents:
+        if meter is not None or len(plan.step.lowered.output_of_tangent) > 1:
             tensors = output_tensors(output)
             capture.note_absent_tangents(tensors)
         output = capture.with_a_way_around(output, rerun, lambda value: self.context.plain(*value))

@@ -420,7 +420,7 @@ class Improver:
         refinement = rough.refinement
         count = refinement.total if call is None else math.ceil(refinement.total / _MEASURING_STEPS)
         refinement.advance(count, rough.primals(call), plan.limit_bytes)
-        if refinement.is_done:
+        if not refinement.left:
             del self.rough[measured]
             _take_costs(self._steps[measured], refinement)
         plan.planning.seconds += time.thread_time() - begun

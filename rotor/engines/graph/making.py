@@ -176,13 +176,8 @@ def make_graph_plan(
     plan = GraphPlan(
         step, graph, best.program, limit_bytes, beside, loss_bytes, reserve_bytes=reserve_bytes
     )
-
-    def take_places() -> None:
-        if plan.layout is not None:
-            plan.layout.prepare()
-
     if ranks is not None:
-        ranks.together(take_places)
+        ranks.together(lambda: plan.layout and plan.layout.prepare())
     return plan
 
 

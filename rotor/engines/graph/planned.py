@@ -128,10 +128,13 @@ class GraphPlan(Metered):
             self.most_recomputed = None
         self.outdated |= known is not None and not self.step.absent <= known
         layout, offload, link = self.layout, self.step.offload, self.program.link
-        if layout is None or offload is None or link is None or not _is_current(self):
+        if layout is None or offload is None or link is None:
             return
-        figures = (self.program.waited, self.program.link_time, self.makespan)
-        self.outdated |= follows_link(layout, offload, link, *figures)
+        assert offload.link is not None
+        # A plan that counts on the known speed may have less room on the tier.
+        if replace(link, host_bytes=offload.link.host_bytes) == offload.link:
+            figures = (self.program.waited, self.program.link_time, self.makespan)
+            self.outdated |= follows_link(layout, offload, link, *figures)
 
     def take_code(self, old: GraphPlan) -> None:
         """Take over the functions of another plan of the same program."""
@@ -235,11 +238,6 @@ class GraphPlan(Metered):
     def pool(self) -> PoolBytes | None:
         """Bytes of the private pool in which the program runs; ``None`` without one."""
         return self.step.pool_of(self.program, self.limit_bytes)
-
-    @property
-    def pool_blocks(self) -> list[int]:
-        """Blocks that make its pool take its segments; none without one."""
-        return [] if self.pool is None else self.pool.blocks
 
     def _place(self, code: Emitted) -> None:
         """Have code, which plans may share, use the places and the pool of this plan."""
@@ -353,11 +351,3 @@ def follows_link(
     )
     offload.learn(*rates)
     return True
-
-
-def _is_current(plan: GraphPlan) -> bool:
-    """Return whether a plan counts on the known speed; it may have less room on the tier."""
-    link, offload = plan.program.link, plan.step.offload
-    assert offload is not None
-    assert offload.link is not None
-    return link is not None and replace(link, host_bytes=offload.link.host_bytes) == offload.link

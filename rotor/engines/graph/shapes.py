@@ -26,7 +26,7 @@ from rotor.engines.graph.code.handover import Away, with_handovers
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph, transfers
 from rotor.engines.graph.code.proving import Prover
-from rotor.engines.graph.costs.profile import Cost, keys_of
+from rotor.engines.graph.costs.profile import Cost, in_order, keys_of
 from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, work_of
 from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.searching import KnownOrders, Order, program_of
@@ -193,10 +193,8 @@ class SymbolicGraph:
         """
         lowered = self.concrete(values)
         keys = keys_of(lowered, self.device)
-        nothing = Cost(0, 0, tuple(lowered.storages[s][0] for s in _made_by_loss(lowered)))
-        costs = [known.get(key) if key else nothing for key in keys]
-        if None not in costs:
-            self.add_point(values, costs)  # type: ignore[arg-type]
+        if all(key in known for key in keys if key):
+            self.add_point(values, in_order(lowered, keys, known))
 
     def figures(self, values: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
         """Return bytes of storages, times and workspaces at a shape."""
@@ -300,10 +298,6 @@ _PARTS = 1 << 12
 
 _ROUNDED = 1 - 1e-14
 """Factor that keeps the product of a ratio, a whole number, from being above it."""
-
-
-def _made_by_loss(lowered: Lowered) -> list[int]:
-    return list(lowered.tasks[lowered.loss].made.values())
 
 
 def _between(low: Values, high: Values, part: int) -> Values:

@@ -12,7 +12,7 @@ import hashlib
 import linecache
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
@@ -272,12 +272,12 @@ class _Writer:
         with self.outside(self.pooling is not None):
             self.lines.append("yield")
 
-    def outside(self, is_outside: bool) -> AbstractContextManager[None]:
-        """Return a context whose lines are written to run outside of the private pool, if so."""
-        return self._outside() if is_outside else nullcontext()
-
     @contextmanager
-    def _outside(self) -> Iterator[None]:
+    def outside(self, is_outside: bool) -> Iterator[None]:
+        """Have lines that are written in the context run outside of the private pool, if so."""
+        if not is_outside:
+            yield
+            return
         if self.lines[-1:] == ["pool.enter()"]:
             self.lines.pop()
         else:

@@ -241,11 +241,6 @@ class Refinement:
         """Number of operations that are left to measure."""
         return len(self._todo)
 
-    @property
-    def is_done(self) -> bool:
-        """True if no rough time is left."""
-        return not self._todo
-
     def advance(self, count: int, primals: Mapping[fx.Node, Any], limit_bytes: int) -> None:
         """Measure the next `count` operations; put the random states back.
 
@@ -257,24 +252,22 @@ class Refinement:
         with isolated(self._device):
             for _ in range(min(count, len(self._todo))):
                 key, task = self._todo.pop()
-                if self._needed_bytes(task, self._known[key], primals) > limit_bytes:
+                known = self._known[key]
+                assert task.node is not None
+                made_up = _made_up_bytes(task.node, primals)
+                if made_up + sum(known.made_bytes) + known.workspace_bytes > limit_bytes:
                     continue
                 ns = timed(task, arguments, self._device)
                 if ns is None:
                     continue
                 self.wholes[key] = arguments.whole
-                cost = replace(self._known[key], ns=ns)
+                cost = replace(known, ns=ns)
                 if cost.flags == UNTESTED:
                     cost = replace(cost, flags=tested_alone(task, arguments, self._device))
                     if cost.flags & DIFFERS:
                         self.differing.append(task)
                 self._known[key] = cost
                 self._rows[key] = cost.to_row()
-
-    def _needed_bytes(self, task: Task, cost: Cost, primals: Mapping[fx.Node, Any]) -> int:
-        """Return the bytes of an operation's made-up arguments, results and workspace."""
-        assert task.node is not None
-        return _made_up_bytes(task.node, primals) + sum(cost.made_bytes) + cost.workspace_bytes
 
     def costs(self) -> list[Cost]:
         """Return the present costs of all operations; the loss's is zero."""
@@ -313,7 +306,7 @@ def profile(
     check_idle(device)
     refinement = Refinement(lowered, device, costs, rough, keys)
     given = dict(zip(lowered.primals, primals, strict=False))
-    while not refinement.is_done:
+    while refinement.left:
         refinement.advance(1, given, 1 << 62)
         if progress is not None:
             progress(refinement.total - refinement.left, refinement.total)

@@ -95,7 +95,8 @@ def drop_false_edges(module: fx.GraphModule) -> int:
     for node in list(graph.nodes):
         for position in _positions(node):
             given: Any = node.args[position]
-            if _is_known(given) and resident.isdisjoint(identities_of(given)):
+            is_known = _has_storage(given) and given.meta["val"].device.type in DEVICES
+            if is_known and resident.isdisjoint(identities_of(given)):
                 arguments = list(node.args)
                 arguments[position] = _stand_in(module, node, given, f"{PREFIX}{count}")
                 node.args = tuple(arguments)
@@ -122,11 +123,6 @@ def _positions(node: fx.Node) -> Iterator[int]:
 def _has_storage(node: Any) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
-
-
-def _is_known(node: Any) -> bool:
-    """Return whether a node is a tensor on a compared device."""
-    return _has_storage(node) and node.meta["val"].device.type in DEVICES
 
 
 def _stand_in(module: fx.GraphModule, user: fx.Node, given: fx.Node, name: str) -> fx.Node:

@@ -66,7 +66,8 @@ def fuse(module: fx.GraphModule, num_outputs: int) -> None:
     returned: Any = module.graph.output_node()
     described = returned.meta.get("desc")
     changed = changed_inputs(returned, num_outputs)
-    checks = _checks(module.graph)
+    # Inductor would drop what runs for its effects, such as assertions: it is written again.
+    checks = list(filter(_makes_nothing, module.graph.nodes))
     read = list(dict.fromkeys(node for check in checks for node in check.all_input_nodes))
     results = list(returned.args[0])
     returned.args = ((*results[:num_outputs], *read, *results[num_outputs:]),)
@@ -77,7 +78,9 @@ def fuse(module: fx.GraphModule, num_outputs: int) -> None:
     merged = _merged(module, num_outputs + len(read))
     found = dict(zip(read, merged.outputs[num_outputs:], strict=True))
     del merged.outputs[num_outputs:]
-    _add_checks(merged, checks, found)
+    with merged.graph.inserting_before(merged.graph.output_node()):
+        for check in checks:
+            merged.libraries.add(merged.graph.node_copy(check, found.__getitem__))
     _split_statistics(merged, changed)
     module.graph = _Grouping(merged).written()
     if described is not None:
@@ -116,21 +119,6 @@ def _symbols(graph: fx.Graph) -> dict[str, fx.Node]:
                 found[name] = graph.call_function(torch.ops.aten.sym_size.int, (node, dimension))
             found[name].meta["val"] = node.meta["val"].shape[dimension]
     return found
-
-
-def _checks(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that run for their effects, such as assertions.
-
-    Inductor would drop them. They are written again behind what they read.
-    """
-    return [node for node in graph.nodes if _makes_nothing(node)]
-
-
-def _add_checks(merged: _Merged, checks: Iterable[fx.Node], found: dict[fx.Node, fx.Node]) -> None:
-    with merged.graph.inserting_before(merged.graph.output_node()):
-        for check in checks:
-            node = merged.graph.node_copy(check, found.__getitem__)
-            merged.libraries.add(node)
 
 
 # -- both halves in one graph
@@ -480,13 +468,9 @@ def _circles(waits: dict[Unit, set[Unit]]) -> set[Unit]:
 
 def _name(results: list[fx.Node]) -> str:
     """Return a name for a group, of the operators that make its results."""
-    makers = [node.args[0] if node.target is getitem else node for node in results]
-    names = [_operator(node) for node in makers]
+    makers: list[Any] = [node.args[0] if node.target is getitem else node for node in results]
+    names = [str(getattr(n.target, "__name__", n.name)).split(".")[0] for n in makers]
     return "_".join(["fused", *dict.fromkeys(names)])
-
-
-def _operator(node: Any) -> str:
-    return str(getattr(node.target, "__name__", node.name)).split(".")[0]
 
 
 def _facts(members: list[fx.Node], results: list[fx.Node]) -> dict[str, Any]:

@@ -272,7 +272,9 @@ class _Lowering:
             self._awaited[key] = given
         returned_nodes = [node for node in self.outputs if isinstance(node, fx.Node)]
         self.forward = self._closure(returned_nodes + self._effects())
-        self.mutated = self._mutated()
+        described = {repr(node.meta.get("desc")): node for node in self.primals}
+        changed = changed_inputs(self.nodes[-1], len(self.outputs))
+        self.mutated = {described[name] for name in changed.values()}
         self.tainted = self._reads_of_mutated()
         if rewrite.recompute_marked(module, self.forward, self._is_view, self._is_fixed):
             self.nodes = list(module.graph.nodes)
@@ -301,11 +303,6 @@ class _Lowering:
                 if not (result_tensors(value) or symbols.is_symbol(value)):
                     found.append(node)
         return found
-
-    def _mutated(self) -> set[fx.Node]:
-        described = {repr(node.meta.get("desc")): node for node in self.primals}
-        changed = changed_inputs(self.nodes[-1], len(self.outputs))
-        return {described[name] for name in changed.values()}
 
     def _outputs_of_tangents(self) -> list[int]:
         described = {
