@@ -125,17 +125,23 @@ def _reachable(value: Any) -> list[Any]:
 
 
 @contextmanager
-def buffers_copied(slots: Iterable[core.Slot]) -> Iterator[None]:
-    """Put the same buffers back after a run on copies of them; shared ones share their copy."""
+def buffers_copied(
+    slots: Iterable[core.Slot], *, with_leaves: bool = False
+) -> Iterator[list[tuple[core.Slot, torch.Tensor]]]:
+    """Put the same buffers back after a run on copies of them; shared ones share their copy.
+
+    The context gives the buffers with their slots. Those that require gradients are copied too only
+    `with_leaves`.
+    """
     kept = [(slot, slot[0][slot[1]]) for slot in slots]
     copies: dict[int, torch.Tensor] = {}
     try:
         for (where, name), buffer in kept:
-            if buffer is not None and not buffer.requires_grad:
+            if buffer is not None and (with_leaves or not buffer.requires_grad):
                 if id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
                 where[name] = copies[id(buffer)]
-        yield
+        yield [(slot, buffer) for slot, buffer in kept if buffer is not None]
     finally:
         for (where, name), buffer in kept:
             where[name] = buffer

@@ -19,7 +19,7 @@ from rotor.common.tensor_trees import (
     tree_tensors,
     versions,
 )
-from rotor.engines.chain.observe import Observation, copied_buffers
+from rotor.engines.chain.observe import Observation
 from rotor.engines.chain.stages import Stage
 
 
@@ -49,7 +49,7 @@ def merge_stages(
                 first = x = _copy(x)
                 has_copy = True
             before, untouched = versions(x), versions(first)
-            with copied_buffers(stage):
+            with stage.on_copies():
                 y = _run_without_graph(stage, x)
             done()
             check_output(stage.name, y)
@@ -101,7 +101,7 @@ def _run_without_graph(stage: Stage, x: Any) -> Any:
 
 def _runs_with_graph(stage: Stage, x: Any) -> bool:
     x = _copy(x)
-    with torch.enable_grad(), copied_buffers(stage):
+    with torch.enable_grad(), stage.on_copies():
         try:
             stage(x)
         except RuntimeError:

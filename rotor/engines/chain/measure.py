@@ -33,7 +33,7 @@ from rotor.common.tensor_trees import flagged, grad_flags, map_tensors, tree_ten
 from rotor.common.undisturbed import buffers_copied, gradients_aside, trial
 from rotor.engines.chain.alike import TimedStage, frozen_prefix, merge_stages, structure_of
 from rotor.engines.chain.measures import Inspection, StageMeasure
-from rotor.engines.chain.observe import Observation, copied_buffers, named, observe
+from rotor.engines.chain.observe import Observation, named, observe
 from rotor.engines.chain.plan import Schedule
 from rotor.engines.chain.run import Run
 from rotor.engines.chain.stages import Stage, shared_parameters
@@ -111,9 +111,11 @@ class Measuring:
         self.run.flags[i + 1] = seen.flags
         self._state = Saved(stage.state)
         self._written = [(t, t.detach().clone()) for t in seen.written]
-        structure = self._structure(i, kept) if self._is_alone else None
+        structure = None
+        if self._is_alone:
+            structure = structure_of(stage, kept, self.run.flags_of(i), seen)
         earlier = None if structure is None else self._timed.get(structure)
-        with copied_buffers(stage):
+        with stage.on_copies():
             if earlier is None:
                 self._look_for_peers(i, kept)
                 self._round(i, kept)
@@ -206,9 +208,6 @@ class Measuring:
         ]
         self._known += made
         return _bytes(made, self.device)
-
-    def _structure(self, i: int, x: Any) -> Hashable | None:
-        return structure_of(self.stages[i], x, self.run.flags_of(i), self.observations[i])
 
     def _reset(self) -> None:
         """Restore the state with which the stage began."""
@@ -369,7 +368,7 @@ class Measuring:
             given = map_tensors(list(targets), lambda t: t.detach().clone())
             mark("output")
             self._reset()
-            with copied_buffers(self.stages[-1]):
+            with self.stages[-1].on_copies():
                 self._forward(n - 1, self.last_input)
             self._put_parameters()
             mark("loss")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,20 +75,6 @@ class Observation:
         if self.is_fed:
             return "it reads a value in the graph that no stage made"
         return "" if self.repeats else "two runs of it from the same state gave different bits"
-
-
-@contextmanager
-def copied_buffers(stage: Stage) -> Iterator[list[tuple[core.Slot, torch.Tensor]]]:
-    """Run a stage on copies of its buffers in a context; give the originals with their slots."""
-    kept = [(slot, slot[0][slot[1]]) for slot in stage.buffers]
-    try:
-        for (slots, name), buffer in kept:
-            if buffer is not None:
-                slots[name] = buffer.detach().clone()
-        yield [(slot, buffer) for slot, buffer in kept if buffer is not None]
-    finally:
-        for (slots, name), buffer in kept:
-            slots[name] = buffer
 
 
 def named(stage: Stage) -> list[tuple[str, Any]]:
@@ -351,7 +337,7 @@ class Observer:
 
         That is the digest of its output and of its buffers, and the ids of written parameters.
         """
-        with self._around(stage), copied_buffers(stage) as originals:
+        with self._around(stage), stage.on_copies() as originals:
             with torch.no_grad(), self._seen():
                 y = stage(x)
             found = [*map(_digest, tree_tensors(y)), *_buffers_left(originals)]
@@ -366,7 +352,7 @@ class Observer:
     def _run(
         self, stage: Stage, x: Any, flags: Flags, i: int, watch: Watch | None
     ) -> tuple[Observation, tuple[list[Any], list[Any], list[Any]], Any]:
-        with self._around(stage), copied_buffers(stage) as originals:
+        with self._around(stage), stage.on_copies() as originals:
             before = [
                 (slot, copy := slot[0][slot[1]], original, copy._version)
                 for slot, original in originals
@@ -439,7 +425,7 @@ class Observer:
         def gradients(twice: bool) -> list[list[Any]]:
             watch.restore()
             self._rng.write(states)
-            with self._around(stage), copied_buffers(stage):
+            with self._around(stage), stage.on_copies():
                 with torch.enable_grad(), self._seen():
                     given, wanted, _ = self._inputs(x, flags)
                     y = stage(given)

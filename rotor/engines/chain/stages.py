@@ -11,6 +11,7 @@ by a node that keeps nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from rotor.common.dependencies import Dependencies, Record
 from rotor.common.places import Place
 from rotor.common.ranks import wait_for
 from rotor.common.tensor_trees import Flags, tree_tensors, with_tensors
+from rotor.common.undisturbed import buffers_copied
 
 
 class Stage:
@@ -102,6 +104,10 @@ class Stage:
     def slots(self) -> list[core.Slot]:
         """Return the slots of its parameters and buffers."""
         return [*self._parameter_slots, *self.buffers]
+
+    def on_copies(self) -> AbstractContextManager[list[tuple[core.Slot, torch.Tensor]]]:
+        """Return a context with copies of its buffers; it gives the originals with their slots."""
+        return buffers_copied(self.buffers, with_leaves=True)
 
     def others(self) -> set[int]:
         """Return the ids of other stages' tensors that it does not read, though it reaches them."""
