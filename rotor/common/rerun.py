@@ -398,8 +398,6 @@ class Rerun:
         wanted: Sequence[torch.Tensor],
         mine: Sequence[weakref.ref[torch.Tensor]] = (),
         level: Level | None = None,
-        *,
-        is_one: bool = True,
     ) -> dict[int, torch.Tensor | None]:
         """Return gradients of the tensors in `wanted` that are asked for, by their ids.
 
@@ -408,9 +406,10 @@ class Rerun:
         sums of gradients are made in the order of plain autograd.
 
         `level` are the outputs of the running node, all by default, and earlier ones, beyond which
-        no gradient goes: theirs are returned by their numbers. Without `is_one` more nodes of the
+        no gradient goes: theirs are returned by their numbers. With a level, more nodes of the
         part may run in this backward, with the outputs of the same forward.
         """
+        is_one = level is None
         level = Level(range(len(given)), ()) if level is None else level
         asked = {id(t): t for t in wanted if backwards.is_asked_for(t)}
         roots = [k for k, gradient in enumerate(given) if gradient is not None]

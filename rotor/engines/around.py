@@ -72,7 +72,6 @@ class _Part:
             wanted,
             self.made,
             level if self._by_levels else None,
-            is_one=not self._by_levels,
         )
         return (
             *[None] * len(given),
