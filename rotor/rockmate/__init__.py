@@ -121,7 +121,7 @@ class _BudgetEngine(GraphEngine):
         """True under a budget, which counts all that a program needs but gradients."""
         return self.settings.budget is not None
 
-    def solve(self) -> _Find:
+    def solve(self) -> Callable[..., Program]:
         """Return the function that finds programs within the budget."""
         return self._within_budget
 

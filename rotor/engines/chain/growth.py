@@ -56,13 +56,14 @@ def with_other_input(
         # One stage more: the last one is measured with its output held.
         part = {name for stage in old.stages[: count + 1] for name in stage.names}
         found = measure([s for s in stages if s.names[0] in part], arg, observed=observed)
-        end = _cut_after(found, old.stages[count - 1].names[-1])
+        last, own = old.stages[count - 1].names[-1], [s.names[-1] for s in found.stages[:-1]]
+        end = own.index(last) + 1 if last in own else None
         if end is None or found.flags[end] != old.flags[count]:
             continue
         places = {p.identity: p for stage in old.stages[:count] for p in stage.state}
         for stage in found.stages[:end]:
-            own = {place.identity for place in stage.state}
-            stage.state += [place for key, place in places.items() if key not in own]
+            kept = {place.identity for place in stage.state}
+            stage.state += [place for key, place in places.items() if key not in kept]
         shift = end - count
         later = {i + shift: why for i, why in old.reasons.items() if i >= count}
         return replace(
@@ -73,14 +74,6 @@ def with_other_input(
             input_flags=found.input_flags,
             reasons={i: why for i, why in found.reasons.items() if i < end} | later,
         )
-    return None
-
-
-def _cut_after(found: Inspection, name: str) -> int | None:
-    """Return the number of stages that end with a function; ``None`` if it is within one."""
-    for i, stage in enumerate(found.stages[:-1]):
-        if stage.names[-1] == name:
-            return i + 1
     return None
 
 

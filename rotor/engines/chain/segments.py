@@ -405,8 +405,5 @@ class Around:
         inputs = [tensor for tensor in tree_tensors(self._arg) if tensor.requires_grad]
         parameters = {id(p): p for stage in stages for p in stage.parameters()}
         leaves = [*inputs, *parameters.values()]
-        return attach(output, rerun, forward, leaves, _never_again, is_outer=is_outer)
-
-
-def _never_again() -> None:
-    """Return ``None``, as a dead reference does: a schedule runs one backward."""
+        # A schedule runs one backward: the token is as a dead reference.
+        return attach(output, rerun, forward, leaves, lambda: None, is_outer=is_outer)

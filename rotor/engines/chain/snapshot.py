@@ -55,23 +55,17 @@ class Snapshot:
         self._buffers: list[tuple[core.Slot, torch.Tensor]] = []
         self._state = Saved(stage.state)
         self._own = {id(t) for p in stage.state if p.in_place for t in tensors_in(p.get())}
-        if stage.buffers:
-            self._copy_buffers(stage)
+        mutable = stage.buffers if stage.mutable_buffers is None else stage.mutable_buffers
+        for slot in mutable:
+            if (buffer := slot[0][slot[1]]) is not None:
+                self._buffers.append((slot, buffer.detach().clone()))
+                self._own.add(id(buffer))
         self._written: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._versions: list[int] = []
         if stage.written:
             parameters = [slots[name] for slots, name in stage.written]
             self._own.update(map(id, parameters))
             self._written = [(p, p.detach().clone(), p._version) for p in parameters]
-
-    def _copy_buffers(self, stage: Stage) -> None:
-        mutable = stage.buffers if stage.mutable_buffers is None else stage.mutable_buffers
-        self._buffers = [
-            (slot, buffer.detach().clone())
-            for slot in mutable
-            if (buffer := slot[0][slot[1]]) is not None
-        ]
-        self._own.update([id(slots[name]) for (slots, name), _ in self._buffers])
 
     def finish(self) -> None:
         """Keep the state that the forward changed; raise RecomputationError if some has no copy."""

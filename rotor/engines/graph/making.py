@@ -177,7 +177,7 @@ def make_graph_plan(
         step, graph, best.program, limit_bytes, beside, loss_bytes, reserve_bytes=reserve_bytes
     )
     if ranks is not None:
-        ranks.together(lambda: plan.layout and plan.layout.prepare())
+        ranks.together(int if plan.layout is None else plan.layout.prepare)
     return plan
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -217,7 +218,7 @@ class BlockStep:
             self._device,
             preserve_rng_state=self._preserve_rng_state,
             proof=None if self._proof is None else self._proof.of_block(k),
-            tell=self._teller(k),
+            tell=partial(self._tell, k),
         )
         return run.output(value)
 
@@ -234,14 +235,9 @@ class BlockStep:
         self.failed.append(k)
         return None, False
 
-    def _teller(self, k: int) -> Callable[[str], None]:
-        mark, details = self._mark, self._details
-
-        def tell(name: str) -> None:
-            if mark is not None and (details or name != "recorded"):
-                mark(f"{name} {k}")
-
-        return tell
+    def _tell(self, k: int, name: str) -> None:
+        if self._mark is not None and (self._details or name != "recorded"):
+            self._mark(f"{name} {k}")
 
 
 def _watch_backward(mark: Callable[[str], object], k: int, value: Any, y: Any) -> None:
@@ -382,19 +378,13 @@ class Calls:
         stage = self._stages[module]
         own = {id(p) for p in stage.current_parameters()} | {id(p) for p in module.parameters()}
         own |= {id(owner.whole) for owner in stage.every_owner()}
-        if _reaches_outside(tree_tensors(y), tree_tensors(value), own):
+        inputs = tree_tensors(value)
+        own |= {id(t) for t in inputs}
+        nodes = nodes_of(tree_tensors(y), (t.grad_fn for t in inputs))
+        leaves = (getattr(node, "variable", None) for node in nodes)
+        if any(leaf is not None and id(leaf) not in own for leaf in leaves):
             return "it uses tensors that require gradients and are not among its arguments"
         return None
-
-
-def _reaches_outside(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], own: set[int]
-) -> bool:
-    """Return whether the graph of outputs leads to parameters that are neither inputs nor `own`."""
-    known = own | {id(t) for t in inputs}
-    nodes = nodes_of(outputs, (t.grad_fn for t in inputs))
-    leaves = (getattr(node, "variable", None) for node in nodes)
-    return any(leaf is not None and id(leaf) not in known for leaf in leaves)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,10 @@ class PartsEngine(MeteredEngine):
             undo = buffers_before(module.buffers()), gradients_before(module.parameters())
             proof = WholeProof(plan.proved, undo)
         else:
-            make_code(plan)
+            # Code is made before the step: within it, a watch of the heap would see it.
+            for site, number in zip(plan.parts.sites, plan.choice, strict=True):
+                if isinstance(site.kind, Kind):
+                    site.kind.emitted(number)
         meter = start()
         with PiecesStep(plan, meter, proof) as pieces:
             output = pieces.forward(module, call)
@@ -262,13 +265,6 @@ def make_pieces_plan(
     if plan.tier is not None:
         plan.tier.prepare()
     return plan
-
-
-def make_code(plan: PartsPlan[Pieces]) -> None:
-    """Make the code of all parts before a step: within it, a watch of the heap would see it."""
-    for site, number in zip(plan.parts.sites, plan.choice, strict=True):
-        if isinstance(site.kind, Kind):
-            site.kind.emitted(number)
 
 
 class PiecesStep:

@@ -296,13 +296,6 @@ class _Search:
         self.sizes[identity] = size
         self.keepers.setdefault(identity, []).append(phase)
 
-    def look_for_changes(self) -> None:
-        """Note the calls whose inputs or outputs the model has changed in place since."""
-        for tensor, version, site in self.watched:
-            if tensor._version != version:
-                self.changed.add((site.module, site.number))
-        self.watched.clear()
-
     def found(self, site: Site, given: Sequence[torch.Tensor], made: set[int]) -> None:
         """Note a captured call."""
         self.sites.append(site)
@@ -361,7 +354,10 @@ class _Search:
                 output = self.in_units(paths, args, saves)
             else:
                 output = self.model.forward(*args, **kwargs)
-            self.look_for_changes()
+            # The model may have changed inputs or outputs of calls in place since.
+            changed = [site for tensor, then, site in self.watched if tensor._version != then]
+            self.changed.update((site.module, site.number) for site in changed)
+            self.watched.clear()
         for k, (site, own) in enumerate(zip(self.sites, self.outputs, strict=True)):
             site.is_held = all(max(self.keepers.get(i, [0])) > 2 * k + 1 for i in own)
         self.hand_over()

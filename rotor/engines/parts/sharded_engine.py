@@ -107,11 +107,11 @@ class ShardedBlocksEngine(MeteredEngine):
             self.context.module,
             self._sharding,
             self._candidates,
-            lambda arguments: self.context.plain(*arguments, call.targets),
+            lambda given: self.context.plain(given[0], given[1], call.targets),
             call.arguments,
             has_loss=self.context.loss_of(call) is not None,
             preserve_rng_state=self.settings.preserve_rng_state,
-            captures=self._captures_on(device),
+            captures=self._captures.setdefault(device, Captures(self.settings, device)),
         )
         names = [
             f"{b.name} ({type(b.stage.module).__name__})" for b in found.sites if b.kept.varies
@@ -125,11 +125,6 @@ class ShardedBlocksEngine(MeteredEngine):
         offload = self.settings.offload
         if offload is not None and offload.link is not None:
             offload.share(self._ranks)
-
-    def _captures_on(self, device: torch.device) -> Captures:
-        if device not in self._captures:
-            self._captures[device] = Captures(self.settings, device)
-        return self._captures[device]
 
     def _known_blocks(self, key: Key) -> Blocks:
         """Return the blocks of a step, with the latest facts on them."""

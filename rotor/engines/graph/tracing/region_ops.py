@@ -96,17 +96,14 @@ CHOSEN: dict[int, _Layouts] = {}
 """Layouts of the gradients in calls that are being traced, by number."""
 
 
-@torch.library.register_fake("rotor_capture::call", lib=_LIBRARY)
 def _fake_call(inputs: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     return _without_values(FAMILIES[number].first.outputs)
 
 
-@torch.library.register_fake("rotor_capture::laid_out", lib=_LIBRARY)
 def _fake_laid_out(given: torch.Tensor, strides: list[int]) -> torch.Tensor:
     return given.new_empty_strided(given.shape, strides)
 
 
-@torch.library.register_fake("rotor_capture::backward", lib=_LIBRARY)
 def _fake_backward(tangents: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     gradients = FAMILIES[number].chosen(number).gradients
     return _without_values([node for node in gradients if node is not None])
@@ -116,6 +113,11 @@ def _without_values(nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
     """Return new fake tensors of the layouts of nodes, each on a storage of its own."""
     with core.real_tensors():
         return [regions.alike(node.meta["val"]) for node in nodes]
+
+
+torch.library.register_fake("rotor_capture::call", _fake_call, lib=_LIBRARY)
+torch.library.register_fake("rotor_capture::laid_out", _fake_laid_out, lib=_LIBRARY)
+torch.library.register_fake("rotor_capture::backward", _fake_backward, lib=_LIBRARY)
 
 
 class _Call(torch.autograd.Function):
