@@ -97,18 +97,6 @@ def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _has_masks(args: Any) -> bool:
-    return any(_is_mask(index) for index in args[1])
-
-
-def _nonzero_bytes(args: Any, exactly: bool) -> int:
-    return _true(args[0], exactly) * int(args[0].dim()) * 8
-
-
-def _repeated_bytes(args: Any, _: bool) -> int:
-    return int(args[0].sum()) * 8
-
-
 def _masked_bytes(args: Any, exactly: bool) -> int:
     x: torch.Tensor = args[0]
     mask: torch.Tensor = args[1]
@@ -127,11 +115,6 @@ def _indexed_bytes(args: Any, exactly: bool) -> int:
     result: torch.Tensor = aten.index.Tensor(on_meta(args[0]), indices)
     x: torch.Tensor = args[0]
     return result.numel() * x.element_size()
-
-
-def _unique_bytes(args: Any, _: bool) -> int:
-    x: torch.Tensor = args[0]
-    return x.numel() * (x.element_size() + 16)
 
 
 def _counted_bytes(args: Any, _: bool) -> int:
@@ -160,17 +143,24 @@ ODD_OPERATORS: dict[str, Treatment] = {
     "aten::miopen_rnn": Treatment(kept_if=9),
     **_alike("resize_ resize_as_ set_ _resize_output_ resize_as_sparse_", Treatment(reshapes=True)),
     **_alike("arange range linspace logspace", Treatment(sizes_by_value=True)),
-    "aten::nonzero": Treatment(result_bytes=_nonzero_bytes),
+    "aten::nonzero": Treatment(
+        result_bytes=lambda args, exactly: _true(args[0], exactly) * int(args[0].dim()) * 8
+    ),
     "aten::masked_select": Treatment(result_bytes=_masked_bytes),
     # The positions of masks are its workspace.
     "aten::index": Treatment(
-        varies_if=_has_masks, result_bytes=_indexed_bytes, scales_workspace=True
+        varies_if=lambda args: any(map(_is_mask, args[1])),
+        result_bytes=_indexed_bytes,
+        scales_workspace=True,
     ),
     **_alike(
-        "unique_consecutive _unique _unique2 unique_dim", Treatment(result_bytes=_unique_bytes)
+        "unique_consecutive _unique _unique2 unique_dim",
+        Treatment(result_bytes=lambda args, _: args[0].numel() * (args[0].element_size() + 16)),
     ),
     "aten::bincount": Treatment(result_bytes=_counted_bytes),
-    "aten::repeat_interleave.Tensor": Treatment(result_bytes=_repeated_bytes),
+    "aten::repeat_interleave.Tensor": Treatment(
+        result_bytes=lambda args, _: int(args[0].sum()) * 8
+    ),
 }
 """Facts beyond schemas and tags, by the name of an operator or of one of its overloads."""
 
@@ -196,7 +186,9 @@ class Operator:
         schema = dispatch.schema_of(call)
         self.call: Callable[..., Any] = call
         self.name: str = schema.name
-        self.treatment = odd = self._treatment(schema)
+        overload = f"{schema.name}.{schema.overload_name or 'default'}"
+        odd = ODD_OPERATORS.get(overload, ODD_OPERATORS.get(schema.name, _ORDINARY))
+        self.treatment = odd
         # Their schemas do not say to which of their tensors they write.
         is_raw = self.name.startswith("c10d::")
         self.written: list[int | str] = [
@@ -226,10 +218,6 @@ class Operator:
             odd.kept_if,
             self._traits(schema),
         )
-
-    def _treatment(self, schema: Any) -> Treatment:
-        overload = f"{schema.name}.{schema.overload_name or 'default'}"
-        return ODD_OPERATORS.get(overload, ODD_OPERATORS.get(schema.name, _ORDINARY))
 
     def _traits(self, schema: Any) -> int:
         """Return the sum of the traits that C knows."""
