@@ -115,7 +115,8 @@ class StageWatch:
         self.is_unexplained = False
         """True if the heap grew by more than a stage's tensors hold, such as a kernel's cache."""
         self._is_queued = False
-        self._on_growth: Callable[[], None] | None = None
+        self.on_growth: Callable[[], None] | None = None
+        """Function that is called at the end of a backward in which a stage kept more."""
         self._measures = inspection.measures
         self.stages: list[Any] = [
             _WatchedStage(stage, self._noting(i)) if can_vary(stage) else stage
@@ -129,10 +130,6 @@ class StageWatch:
         if inspection.device.type != "cpu" or _core.heap_bytes() < 0:
             return None
         return StageWatch(inspection) if any(map(can_vary, inspection.stages)) else None
-
-    def tell(self, on_growth: Callable[[], None]) -> None:
-        """Have `on_growth` called at the end of a backward in which a stage kept more."""
-        self._on_growth = on_growth
 
     def forward_done(self, output: Any) -> None:
         """Check for growth at the end of the backward, if a stage has kept more."""
@@ -153,8 +150,8 @@ class StageWatch:
 
     def _finish(self) -> None:
         self._is_queued = False
-        if (self.is_new or self.is_unexplained) and self._on_growth is not None:
-            self._on_growth()
+        if (self.is_new or self.is_unexplained) and self.on_growth is not None:
+            self.on_growth()
             self.is_new = self.is_unexplained = False
 
     def _noting(self, i: int) -> Callable[[int, Any, Any], None]:
@@ -225,7 +222,7 @@ def stage_watch(engine: Any, plan: Any) -> StageWatch | None:
             if found is not None and seen is not None:
                 _learn_growth(found, plan, seen)
 
-        watch.tell(on_growth)
+        watch.on_growth = on_growth
     return watch
 
 

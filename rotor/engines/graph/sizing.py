@@ -325,10 +325,6 @@ class Families(dict[Any, Family]):
         """Return the family of a kind of step, if it has one."""
         return self.get(kind_of(measured)) if self else None
 
-    def drop(self, measured: Any) -> None:
-        """Forget the family of a kind of step."""
-        del self[kind_of(measured)]
-
     def joined(self, measured: Any, module: nn.Module, arguments: Any) -> Family:
         """Return the family of a call, made if it is new."""
         key = kind_of(measured)
@@ -511,7 +507,7 @@ class Sizing:
         if family.error is not None:
             family.put_back()
         if list(family.shapes) in ([], [measured]) and not family.graphs:
-            self.families.drop(measured)
+            del self.families[kind_of(measured)]
 
     # -- planning
 

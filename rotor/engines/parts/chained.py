@@ -327,19 +327,10 @@ class ChainKind:
         """Number of stages that are never recomputed."""
         return sum(m.varies for m in self.measured.inspection.measures[self.begin : self.end])
 
-    @property
-    def is_refuted(self) -> bool:
-        """True if a stage gave other bits since the search for schedules."""
-        return self.unrepeatable != sum(m.varies for m in self.inspection.measures)
-
     def refresh(self) -> None:
         """Search again for schedules if a stage gave other bits."""
-        if self.is_refuted:
+        if self.unrepeatable != sum(m.varies for m in self.inspection.measures):
             self._search()
-
-    def program(self, number: int) -> None:
-        """Return ``None``: schedules of a chain are no programs."""
-        del number
 
     def recomputes(self, number: int) -> bool:
         """Return whether a schedule runs a stage again."""

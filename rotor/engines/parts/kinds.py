@@ -169,14 +169,9 @@ class Kind:
         """Number of operations that are never recomputed."""
         return len(self.captured.lowered.unrepeatable)
 
-    @property
-    def is_refuted(self) -> bool:
-        """True if an operation gave other bits since the search for programs."""
-        return self.unrepeatable != self._known
-
     def refresh(self) -> None:
         """Search again for programs if an operation gave other bits."""
-        if self.is_refuted:
+        if self.unrepeatable != self._known:
             self.find_programs()
 
     def find_programs(self, *, again: bool = False) -> None:

@@ -146,8 +146,9 @@ class Pieces(Parts):
 
     def programs(self, choice: Sequence[int]) -> list[Placement | None]:
         """Return the programs of a choice, with the places of their values in the tier."""
-        chosen = zip(self.sites, choice, strict=True)
-        return [site.kind.program(k) for site, k in chosen]
+        kinds = [site.kind for site in self.sites]
+        chosen = zip(kinds, choice, strict=True)
+        return [kind.program(k) if isinstance(kind, Kind) else None for kind, k in chosen]
 
     @property
     def kinds(self) -> list[Kind]:
