@@ -111,7 +111,7 @@ class BudgetedStep:
         self.session = StepSession(
             limit,
             device=device,
-            before_write=_BeforeWrite(self._undo),
+            before_write=partial(_before_write, self._undo),
             root=module,
             **settings,
         )
@@ -559,16 +559,11 @@ class _OwnCasts:
         torch.clear_autocast_cache()
 
 
-class _BeforeWrite:
-    """Observer that saves tensors before the running forward writes to them; warns paused steps."""
-
-    def __init__(self, undo: Undo) -> None:
-        self._undo = undo
-
-    def __call__(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        for step in list(_paused):
-            step.session.protect(storage)
-        return self._undo.save(storage)
+def _before_write(undo: Undo, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+    """Save a tensor before the running forward writes to it; warn paused steps."""
+    for step in list(_paused):
+        step.session.protect(storage)
+    return undo.save(storage)
 
 
 def _own_inputs(

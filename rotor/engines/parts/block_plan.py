@@ -250,26 +250,6 @@ class _Round:
     times: dict[str, int]
 
 
-class _Marks:
-    """Meter and clock of a measured step."""
-
-    def __init__(self, meter: allocator.Meter, device: torch.device) -> None:
-        self._meter = meter
-        self._clock = Clock(device)
-        self._timed = ""
-        self.times: dict[str, int] = {}
-
-    def mark(self, name: str) -> None:
-        """Begin a part of the step."""
-        if self._timed:
-            self.times[self._timed] = self._clock.stop()
-        self._meter.mark(name)
-        kind, _, number = name.partition(" ")
-        self._timed = name if number and kind in ("forward", "backward", "recorded") else ""
-        if self._timed:
-            self._clock.start()
-
-
 def measure_blocks(
     model: nn.Module,
     sharding: Sharding,
@@ -358,26 +338,38 @@ def _capture(
 def _measured(
     blocks: Sequence[Block], call: Callable[[], Any], device: torch.device, preserve_rng_state: bool
 ) -> _Round:
-    meter = allocator.meter(device).start()
+    meter, clock = allocator.meter(device).start(), Clock(device)
+    times: dict[str, int] = {}
+    timed = ""
+
+    def mark(name: str) -> None:
+        nonlocal timed
+        if timed:
+            times[timed] = clock.stop()
+        meter.mark(name)
+        kind, _, number = name.partition(" ")
+        timed = name if number and kind in ("forward", "backward", "recorded") else ""
+        if timed:
+            clock.start()
+
     try:
-        marks = _Marks(meter, device)
         with BlockStep(
             blocks,
             [AGAIN] * len(blocks),
             device,
             preserve_rng_state=preserve_rng_state,
-            mark=marks.mark,
+            mark=mark,
             details=True,
         ):
             output = call()
-        marks.mark("loss")
+        mark("loss")
         outputs = [t for t in output_tensors(output) if t.requires_grad]
         gradients = [torch.ones_like(t) for t in outputs]
-        marks.mark("end")
+        mark("end")
         torch.autograd.backward(outputs, gradients)
     finally:
         meter.stop()
-    return _Round(meter.segments, allocator.storage_bytes(output_tensors(output)), marks.times)
+    return _Round(meter.segments, allocator.storage_bytes(output_tensors(output)), times)
 
 
 def _priced(

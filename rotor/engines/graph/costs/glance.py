@@ -137,40 +137,6 @@ def _glance(
     return costs
 
 
-class _Runs:
-    """Runs of one operation on the same arguments, each metered and timed."""
-
-    def __init__(
-        self, task: Task, arguments: Arguments, name: str, clock: Clock, meter: memory.Meter
-    ) -> None:
-        self._task = task
-        self._function, self._args, self._kwargs = arguments.of(task)
-        self._planned = planned_bytes(arguments.lowered, task)
-        self._name = f"{name}, {arguments.whole}"
-        self._clock = clock
-        self._meter = meter
-        self._count = 0
-        self.segment = ""
-        """Name of the latest run in the meter."""
-        self.ns = 0
-        """Time of the latest run."""
-        self.sizes: list[int] = []
-        """Bytes of the results of the latest run."""
-
-    def __call__(self) -> Any:
-        self._count += 1
-        self.segment = f"{self._name}, run {self._count}"
-        self._meter.mark(self.segment)
-        self._clock.start()
-        try:
-            result = self._function(*self._args, **self._kwargs)
-        finally:
-            self.ns = self._clock.stop()
-            self._meter.mark("between")
-        self.sizes = sizes_of(self._task, result, (self._args, self._kwargs), self._planned)
-        return result
-
-
 def _is_plain(task: Task, device: torch.device) -> bool:
     """Return whether an operation is one of those that may run once."""
     assert task.node is not None
@@ -191,14 +157,30 @@ def _run(
     proves: bool,
 ) -> tuple[str, int, list[int], int]:
     """Run an operation once or twice; return its name in the meter, time, sizes and flags."""
-    runs, flags = _Runs(task, arguments, name, clock, meter), UNTESTED
+    function, args, kwargs = arguments.of(task)
+    planned = planned_bytes(arguments.lowered, task)
+    runs: list[tuple[str, int, list[int]]] = []
+
+    def run() -> Any:
+        segment = f"{name}, {arguments.whole}, run {len(runs) + 1}"
+        meter.mark(segment)
+        clock.start()
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            ns = clock.stop()
+            meter.mark("between")
+        runs.append((segment, ns, sizes_of(task, result, (args, kwargs), planned)))
+        return result
+
+    flags = UNTESTED
     if not proves or not _is_plain(task, device):
-        flags = tested(task, runs, device)
+        flags = tested(task, run, device)
     else:
-        runs()
-        if runs.ns < _LONG_NS:
-            runs()
-    return runs.segment, runs.ns, runs.sizes, flags
+        run()
+        if runs[-1][1] < _LONG_NS:
+            run()
+    return *runs[-1], flags
 
 
 class Refinement:
