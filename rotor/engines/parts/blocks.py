@@ -34,6 +34,7 @@ from rotor.engines.chain.run import Run
 from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
 from rotor.engines.chain.snapshot import CURE, StageOrigins, python_before
 from rotor.engines.chain.stages import Stage
+from rotor.engines.parts.chained import mark_backward
 from rotor.engines.parts.kinds import backward_marks
 from rotor.engines.parts.plan import PlacedStep
 from rotor.engines.parts.probe import Saves
@@ -203,7 +204,7 @@ class BlockStep:
         if option == KEPT:
             y = forward(*args, **kwargs)
             if self._mark is not None:
-                _watch_backward(self._mark, k, (args, kwargs), y)
+                mark_backward((args, kwargs), y, *backward_marks(self._mark, k))
             return y
         if block.running(option) is not None:
             y, is_done = self._run_program(k, block, option - FIRST_PROGRAM, args, kwargs)
@@ -238,31 +239,6 @@ class BlockStep:
     def _tell(self, k: int, name: str) -> None:
         if self._mark is not None and (self._details or name != "recorded"):
             self._mark(f"{name} {k}")
-
-
-def _watch_backward(mark: Callable[[str], object], k: int, value: Any, y: Any) -> None:
-    """Mark the start and the end of the backward of a block that runs in plain autograd."""
-    inputs = [t for t in tree_tensors(value) if t.grad_fn is not None]
-    known = {id(t) for t in tree_tensors(value)}
-    begun: list[bool] = []
-    waiting = {id(t) for t in inputs}
-
-    def begin(_: torch.Tensor) -> None:
-        if not begun:
-            begun.append(True)
-            mark(f"backward {k}")
-
-    for output in tree_tensors(y):
-        if output.requires_grad and id(output) not in known:
-            output.register_hook(begin)
-    for tensor in inputs:
-
-        def end(_: torch.Tensor, which: int = id(tensor)) -> None:
-            waiting.discard(which)
-            if begun and not waiting:
-                mark(f"before {k}")
-
-        tensor.register_hook(end)
 
 
 _SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
