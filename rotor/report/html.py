@@ -47,7 +47,7 @@ def graph_page(
     The limit is drawn as a line in the timeline. `measured_bytes` is the measured peak, or a level
     for each run of the program.
     """
-    _check_levels(program, measured_bytes)
+    measured = _levels(program, measured_bytes)
     rows = [
         ["operations", str(len(graph))],
         ["storages", str(len(graph.storages))],
@@ -55,7 +55,7 @@ def graph_page(
     ]
     summary = None if program is None else summarise(program)
     data = _data(graph, program, summary)
-    data |= {"limit": limit_bytes, "measured": _levels(measured_bytes)}
+    data |= {"limit": limit_bytes, "measured": measured}
     if program is not None and summary is not None:
         rows += _program_rows(program, summary)
         rows.append(["recomputation", f"{_recomputation(program):+.1%}"])
@@ -139,23 +139,18 @@ def _program_rows(program: Program, summary: Summary) -> list[Any]:
     if isinstance(program, ChainProgram):
         what = ("stages recomputed", len(program.chain))
     again = sum(entry.runs - 1 for entry in summary.again)
+    offloaded = [
+        ["offloaded and fetched back", format_bytes(summary.offloaded_bytes)],
+        ["waits for the tier, predicted", format_seconds(program.waited)],
+    ]
     return [
         [f"peak of the {_what(program)}, predicted", format_bytes(program.peak_bytes)],
         ["step, predicted", format_seconds(program.makespan)],
         [what[0], f"{len(summary.again)} of {what[1]}, {again} runs"],
         ["kept for the backward", format_bytes(summary.kept_bytes)],
-        *_offloaded_rows(program, summary),
+        *(offloaded if program.link is not None else []),
         ["dropped and recomputed", format_bytes(summary.recomputed_bytes)],
         ["dropped, not needed again", format_bytes(summary.dropped_bytes)],
-    ]
-
-
-def _offloaded_rows(program: Program, summary: Summary) -> list[list[str]]:
-    if program.link is None:
-        return []
-    return [
-        ["offloaded and fetched back", format_bytes(summary.offloaded_bytes)],
-        ["waits for the tier, predicted", format_seconds(program.waited)],
     ]
 
 
@@ -174,20 +169,18 @@ def _again_tables(graph: Graph, summary: Summary | None) -> Tables:
     return [("Recomputed most", rows)] if len(rows) > 1 else []
 
 
-def _check_levels(program: Program | None, measured: int | Sequence[int] | None) -> None:
+def _levels(
+    program: Program | None, measured: int | Sequence[int] | None
+) -> int | list[int] | None:
+    """Return a peak, or the level of each run; raise ValueError for another number of levels."""
     if measured is None or isinstance(measured, int):
-        return
+        return measured
     expected = 0 if program is None else len(program)
     if len(measured) != expected:
         raise ValueError(
             f"measured_bytes has {len(measured)} levels, expected one number, or one for each of "
             f"the program's {expected} runs"
         )
-
-
-def _levels(measured: int | Sequence[int] | None) -> int | list[int] | None:
-    if measured is None or isinstance(measured, int):
-        return measured
     return [int(level) for level in measured]
 
 

@@ -12,6 +12,7 @@ from rotor.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rotor.chain import Chain
+    from rotor.dtr.recall import Stats
     from rotor.engines.chain.plan import Plan
     from rotor.engines.dynamic.engine import DynamicPlan, StepFigures
     from rotor.engines.graph.code.offloading import Layout
@@ -227,6 +228,19 @@ def loss_rows(plan: Metered) -> list[list[str]]:
     return [["assumed for the loss, not set aside", format_bytes(plan.short_bytes)]]
 
 
+_COUNTED = (
+    *("operations", "evictions", "operations run again"),
+    *("in operations", "in running again", "in choosing"),
+)
+
+
+def _counted(stats: Stats) -> list[str]:
+    """Return the numbers and the times of a step under the dynamic runtime, as of `_COUNTED`."""
+    counts = stats.operations, stats.evictions, stats.rematerializations
+    times = stats.base_ns, stats.remat_ns, stats.search_ns
+    return [*map(str, counts), *(format_seconds(ns / 1e9) for ns in times)]
+
+
 def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
     """Return the figures of a model whose memory is decided while it runs, and of its last step."""
     predicted = "none: no graph was captured" if plan.reason else "none"
@@ -238,12 +252,7 @@ def dynamic_figures(plan: DynamicPlan) -> list[list[str]]:
             ["peak, counted", format_bytes(stats.peak_bytes)],
             ["peak without eviction, counted", format_bytes(stats.held_peak_bytes)],
             ["room for the loss", format_bytes(step.room_bytes)],
-            ["operations", str(stats.operations)],
-            ["evictions", str(stats.evictions)],
-            ["operations run again", str(stats.rematerializations)],
-            ["in operations", format_seconds(stats.base_ns / 1e9)],
-            ["in running again", format_seconds(stats.remat_ns / 1e9)],
-            ["in choosing", format_seconds(stats.search_ns / 1e9)],
+            *map(list, zip(_COUNTED, _counted(stats), strict=True)),
         ]
         if plan.offload is not None:
             lines += _moved_rows(step)
@@ -285,19 +294,7 @@ def step_rows(plan: DynamicPlan) -> list[list[str]]:
     rows = [["step", "peak", "operations", "evictions", "run again", "base", "again", "choosing"]]
     first = plan.steps - len(plan.latest)
     for number, step in enumerate(plan.latest, start=first + 1):
-        stats = step.stats
-        rows.append(
-            [
-                str(number),
-                format_bytes(stats.peak_bytes),
-                str(stats.operations),
-                str(stats.evictions),
-                str(stats.rematerializations),
-                format_seconds(stats.base_ns / 1e9),
-                format_seconds(stats.remat_ns / 1e9),
-                format_seconds(stats.search_ns / 1e9),
-            ]
-        )
+        rows.append([str(number), format_bytes(step.stats.peak_bytes), *_counted(step.stats)])
     return rows
 
 
