@@ -1,7 +1,8 @@
 """State of modules outside their parameters and buffers.
 
 Attributes, plain tensors, containers and generators that a forward may change: in the modules
-themselves, in objects that they hold, in hooks on them, and in global names that their code uses.
+themselves, in objects that they hold, in hooks on them, in global names that their code uses, in
+context variables and in the environment.
 A `Watch` notes all of it, finds what has changed since, and puts it back.
 """
 
@@ -15,6 +16,7 @@ import functools
 import gc
 import io
 import logging
+import os
 import queue
 import random
 import threading
@@ -23,6 +25,7 @@ import warnings
 import weakref
 from collections import UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,6 +39,7 @@ from rotor.common.places import (
     Attribute,
     ClosureCell,
     Contents,
+    ContextValue,
     Entry,
     Inner,
     Place,
@@ -95,10 +99,6 @@ _OPAQUE = frozenset(
     ]
 )
 """Types of objects whose state can be changed, and not put back."""
-
-
-def _is_opaque(kind: type) -> bool:
-    return f"{kind.__module__}.{kind.__qualname__}" in _OPAQUE
 
 
 def _position(iterator: Any) -> Any:
@@ -320,7 +320,7 @@ class Watch:
             self._module(name, value)
         elif isinstance(value, _CODE):
             self._code(name, value)
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) or value is os.environ:
             self._values(name, value, Entry, lambda: list(value))
         elif isinstance(value, list | set | deque | bytearray | array.array):
             self._contents(name, value)
@@ -332,8 +332,9 @@ class Watch:
             self._waiting += [(name, part, None) for part in gc.get_referents(value)]
         elif isinstance(value, types.GeneratorType):
             self.generators.append(name)
-        elif isinstance(value, types.CellType):
-            self._values(name, value, ClosureCell, lambda: [None])
+        elif isinstance(value, types.CellType | ContextVar):
+            place = ClosureCell if isinstance(value, types.CellType) else ContextValue
+            self._values(name, value, place, lambda: [None])
         elif isinstance(value, LRU_CACHE):
             if not is_library(value.__module__):
                 self._state(name, value)
@@ -344,7 +345,7 @@ class Watch:
                 self._waiting += [(name, item, None) for item in value.flat]
         elif isinstance(value, io.IOBase) and is_library(type(value).__module__):
             self._stream(name, value)
-        elif not is_foreign and _is_opaque(type(value)):
+        elif not is_foreign and f"{type(value).__module__}.{type(value).__qualname__}" in _OPAQUE:
             self.opaque.append(f"{name} is a {type(value).__qualname__}")
         elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
             self._mutable(value, holder)
@@ -410,6 +411,8 @@ class Watch:
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self._waiting.append((name, default, None))
             used, own = names_in(value.__code__), value.__globals__
+            if used.used & {"environ", "getenv"}:
+                self._waiting.append(("os.environ", os.environ, None))
             names = [n for n in used.outer if n in own or not hasattr(builtins, n)]
             self._values(value.__module__, own, Entry, names.copy, unique=value)
             self._values(name, value.__dict__, Entry, lambda: list(value.__dict__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextvars
 import copy
 import ctypes
 import dis
@@ -220,6 +221,31 @@ class ClosureCell(Place):
         """Set the variable."""
         if value is not MISSING:
             self.owner.cell_contents = value
+
+
+class ContextValue(Place):
+    """Value of a context variable."""
+
+    __slots__ = ("_token",)
+
+    _token: contextvars.Token[Any]
+
+    def get(self) -> Any:
+        """Return the value; a mark if the variable has none."""
+        return self.owner.get(MISSING)
+
+    def put(self, value: Any) -> None:
+        """Set the value; none is left after one that was set here, otherwise the default."""
+        token = getattr(self, "_token", None)
+        if value is MISSING and token is not None and token.old_value is token.MISSING:
+            del self._token
+            self.owner.reset(token)
+            return
+        if value is MISSING:
+            with suppress(LookupError):
+                value = contextvars.Context().run(self.owner.get)
+        if value is not MISSING:
+            self._token = self.owner.set(value)
 
 
 class Contents(Place):

@@ -15,7 +15,7 @@ import os
 import pickle
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from rotor._pytorch import backwards, core, traces
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
-from rotor.common.places import MISSING
+from rotor.common.places import MISSING, ContextValue
 from rotor.common.ranks import NeedsPeers
 from rotor.common.streams import silence
 
@@ -227,12 +227,7 @@ class _Surroundings:
         """Restore these variables; a context variable without a value gets its default."""
         for variable in among:
             if isinstance(variable, contextvars.ContextVar):
-                value = self._context.get(variable, MISSING)
-                if value is MISSING:
-                    with suppress(LookupError):
-                        value = contextvars.Context().run(variable.get)
-                if value is not MISSING:
-                    variable.set(value)
+                ContextValue(variable.name, variable).put(self._context.get(variable, MISSING))
             elif variable in self._environ:
                 os.environ[variable] = self._environ[variable]
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from rotor.algorithms import RecomputeAll
 
 SAMPLE = torch.ones(256, 32)
 SCALE = 1.0
+GAIN, UNSET = ContextVar("gain", default=1.0), ContextVar[float]("unset")
 OPTIONS: dict[str, Any] = {"gain": 1.0}
 
 
@@ -27,7 +30,8 @@ class Settings:
 
 
 def scaled(x):
-    return x * SCALE * OPTIONS["gain"]
+    scale = SCALE * GAIN.get() * UNSET.get(1.0) * float(os.environ.get("SCALE", "1"))
+    return x * scale * OPTIONS["gain"]
 
 
 class Stage(nn.Module):
@@ -101,6 +105,8 @@ CHANGES = {
     "global": set_global,
     "global function": functools.partial(set_global, name="scaled", value=lambda x: x * 7),
     "global dictionary": lambda run: OPTIONS.update(gain=2.0, new=1),
+    "context": lambda run: GAIN.set(2.0),
+    "environment": lambda run: os.environ.update(SCALE="2"),
     "closure": lambda run: run.held.__setitem__(0, 3.0),
     "object": lambda run: setattr(run.settings, "bias", 3.0),
     "object's class": lambda run: setattr(Settings, "rate", 2.0),
@@ -136,6 +142,8 @@ _SCALED, _FORWARD = scaled, Stage.forward
 def reset():
     """Undo what a change did outside of its model."""
     globals().update(SCALE=1.0, scaled=_SCALED)
+    GAIN.set(1.0)
+    os.environ.pop("SCALE", None)
     OPTIONS.clear()
     OPTIONS["gain"] = 1.0
     Stage.kind, Stage.forward, Settings.rate = 1.0, _FORWARD, 1.0
@@ -157,6 +165,15 @@ def test_a_change_before_the_backward_leaves_its_gradients(name):
     reset()
     limited = Run(CHANGES[name], "chain", verify="off")
     assert all(map(same, plain.gradients, limited.gradients))
+
+
+def test_a_context_variable_without_a_value_has_none_after_the_backward():
+    found = []
+    for engine, options in ((None, {}), ("chain", {"verify": "off"})):
+        token = UNSET.set(2.0)
+        found.append(Run(lambda _, token=token: UNSET.reset(token), engine, **options).gradients)
+        assert UNSET.get(None) is None
+    assert all(map(same, *found))
 
 
 def test_a_change_holds_after_the_backward():
