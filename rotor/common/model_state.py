@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, compress, repeat
 from operator import is_, methodcaller
 from typing import Any
 
@@ -15,9 +15,11 @@ from rotor import _core
 from rotor._pytorch import backwards, core, fsdp, patches
 from rotor._pytorch import traces as modes
 from rotor._pytorch.scripts import ScriptModel
+from rotor.common.places import is_library
 from rotor.common.rerun import Rerun, Unit
 
 _values_of = methodcaller("values")
+_FLAGS = {id(flag): flag for flag in (False, True)}
 
 _ROOT = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 """Functions of ``nn.Module`` that run when a module is called."""
@@ -91,6 +93,10 @@ class ModelState:
         self._lazy = [slot for slot in slots if is_lazy(core.value_in(slot))]
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
+        slots_of = [*map(vars, self._modules)]
+        self._registries = [slots[n] for slots in slots_of for n in core.HOOKS if n in slots]
+        own = [not is_library(kind.__module__) for kind in self._types]
+        self._attributes = [*compress(slots_of, own)]
 
     def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
         return list(map(tuple, map(_values_of, self._parents)))
@@ -176,6 +182,16 @@ class ModelState:
     def training_flags(self) -> tuple[bool, ...]:
         """Return the training flag of every module."""
         return tuple([module.training for module in self._modules])
+
+    def switches(self) -> tuple[Any, ...]:
+        """Return what may turn other code of modules on, however it changes from step to step.
+
+        These are the numbers of hooks, and the types and flags among attributes of the user's
+        modules.
+        """
+        values = [*chain.from_iterable(map(_values_of, self._attributes))]
+        flags = map(_FLAGS.get, map(id, values))
+        return tuple(map(len, self._registries)), tuple(map(type, values)), tuple(flags)
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Return flags of the parameters: which require gradients, and which have none yet."""

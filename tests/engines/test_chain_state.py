@@ -6,7 +6,6 @@ import copy
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -340,64 +339,6 @@ def test_state_that_another_stage_changed_is_that_of_the_first_run() -> None:
 
     chk = check_planned(make, 0.0)
     assert {0, 2} <= chk.plan.schedule.recomputed
-
-
-# -- values in the graph that leave a stage otherwise than by its output
-
-
-class WithAuxiliary(Block):
-    def scale(self, h: torch.Tensor) -> Any:
-        self.aux = h.square().mean()
-        return 1.0
-
-    def state(self) -> Any:
-        return None
-
-
-def auxiliary(net: nn.Module) -> Callable[[Any], torch.Tensor]:
-    return lambda y: (
-        y.square().mean() + sum(b.aux for b in net.modules() if isinstance(b, WithAuxiliary))
-    )
-
-
-@pytest.mark.filterwarnings("ignore:the limit of .* was not kept in a first step")
-@pytest.mark.parametrize("engine", ["auto", "chain"])
-@pytest.mark.parametrize("share", [1.3, 0.5])
-def test_auxiliary_losses_reach_every_parameter(engine: str, share: float) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(WithAuxiliary(), *(Block() for _ in range(5)), WithAuxiliary())
-
-    net = seeded(make)
-    plain = train(net, net, loss=auxiliary(net))
-    net = seeded(make)
-    measured = planned(net, share)
-    limit = measured.mem_limit
-    net = seeded(make)
-    chk = rotor.Checkpointable(net, mem_limit=limit, engine=engine)
-    found = train(net, chk, loss=auxiliary(net))
-    assert same(plain, found)
-    assert chk.plan.measured_bytes <= limit
-    assert (chk.plan.engine == "chain") == (engine == "chain")
-    if engine == "chain":
-        assert chk.plan.inspection.plain == (1, 6)
-        assert bool(chk.plan.schedule.recomputed) == (share < 1)
-        assert "stage 0 is never recomputed: 0.aux has values of its graph" in chk.report()
-
-
-def test_options_of_graphs_are_used_where_a_sequential_becomes_one(monkeypatch) -> None:
-    from rotor.graph import planner
-
-    efforts, plan = [], planner.plan
-    monkeypatch.setattr(
-        planner, "plan", lambda *a, **k: efforts.append((k["effort"], k["seed"])) or plan(*a, **k)
-    )
-    for make, becomes_graph in ((WithAuxiliary, True), (Block, False)):
-        efforts.clear()
-        net = seeded(lambda make=make: nn.Sequential(make(), Block()))
-        chk = rotor.Checkpointable(net, mem_limit="1GiB", effort="fast", seed=3, planning="before")
-        train(net, chk)
-        assert (chk.planned_as == "chain") != becomes_graph
-        assert set(efforts) == ({("fast", 3)} if becomes_graph else set())
 
 
 @pytest.mark.parametrize(

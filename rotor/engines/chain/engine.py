@@ -146,6 +146,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
             tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
             mode_signature(kind),
             structure.training_flags(),
+            structure.switches(),
             required,
             None if targets is None else tuple([(t.shape, t.dtype) for t in tree_tensors(targets)]),
         )

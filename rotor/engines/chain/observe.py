@@ -88,6 +88,12 @@ class _Mark:
     __slots__ = ("__weakref__",)
 
 
+def _marked(node: Any, name: str = "rotor") -> weakref.ref[Any]:
+    """Put a mark into a node, under a name; return a reference to it."""
+    mark = node.metadata[name] = _Mark()
+    return weakref.ref(mark)
+
+
 def _accumulator(parameter: torch.Tensor) -> Any:
     """Return the node that adds up the gradient of a leaf."""
     with torch.enable_grad():
@@ -107,20 +113,17 @@ class _Leaves:
                 self._hold(parameter)
 
     def _hold(self, parameter: torch.Tensor) -> None:
-        node = _accumulator(parameter)
-        mark = _Mark()
-        node.metadata["rotor"] = mark
-        found = weakref.ref(mark)
-        del mark, node
-        if found() is not None:
-            # Others, such as DistributedDataParallel, hold the node themselves.
+        if _marked(_accumulator(parameter))() is not None:
+            # Others hold the node themselves: DistributedDataParallel, or an earlier graph.
             _accumulator(parameter).metadata.pop("rotor", None)
             return
-        node = _accumulator(parameter)
-        mark = _Mark()
-        node.metadata["rotor"] = mark
-        self._nodes.append(node)
-        self._marks.append(weakref.ref(mark))
+        self._nodes.append(_accumulator(parameter))
+        self._marks.append(_marked(self._nodes[-1]))
+
+    def watch_nodes(self, value: Any) -> None:
+        """Watch the other nodes of an output's graph as well."""
+        nodes = [n for n in nodes_of(tree_tensors(value)) if not hasattr(n, "variable")]
+        self._marks += map(_marked, nodes)
 
     def are_alive(self, seconds: float) -> bool:
         """Return whether a graph ends in one of them; valid only after the output was dropped.
@@ -144,10 +147,7 @@ class _Ends:
         self._marks: list[weakref.ref[Any]] = []
         for tensor in tree_tensors(value):
             if tensor.grad_fn is not None:
-                mark = _Mark()
-                node: Any = tensor.grad_fn
-                node.metadata["rotor"] = mark
-                self._marks.append(weakref.ref(mark))
+                self._marks.append(_marked(tensor.grad_fn, "rotor_end"))
             elif tensor.requires_grad:
                 self._marks.append(weakref.ref(tensor))
 
@@ -394,6 +394,7 @@ class Observer:
         found.written, found.read = self._undo(), set(self._writes.read)
         self._writes.read.clear()
         digest = walk.outputs, walk.saved, buffers
+        alive.watch_nodes(y)
         end = _Ends(y)
         y = detached(y)
         del walk, foreign, leaves, given, wanted, before
