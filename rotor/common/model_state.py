@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import chain, compress, repeat
 from operator import is_, methodcaller
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from rotor import _core
 from rotor._pytorch import backwards, core, fsdp, patches
 from rotor._pytorch import traces as modes
 from rotor._pytorch.scripts import ScriptModel
-from rotor.common.places import is_library
+from rotor.common.places import is_library, names_in
 from rotor.common.rerun import Rerun, Unit
 
 _values_of = methodcaller("values")
@@ -64,6 +66,16 @@ def planned_module(model: nn.Module) -> nn.Module:
     return ScriptModel(model) if isinstance(model, torch.jit.ScriptModule) else model
 
 
+def _named_flags(kinds: Iterable[type]) -> list[tuple[Mapping[str, Any], str]]:
+    """Return the places of flags in classes, and of those among global names that they use."""
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
+    owners = [vars(base) for base in bases if not is_library(base.__module__)]
+    functions = [f for own in owners for f in own.values() if isinstance(f, FunctionType)]
+    places: list[tuple[Mapping[str, Any], str]] = [(own, n) for own in owners for n in own]
+    places += [(f.__globals__, name) for f in functions for name in names_in(f.__code__).outer]
+    return [(own, name) for own, name in places if isinstance(own.get(name, 0), bool | None)]
+
+
 def _draws_in_cudnn(tensor: torch.Tensor) -> bool:
     """Return whether a recurrent layer with these weights takes its dropout from cuDNN."""
     return tensor.is_cuda and bool(torch.backends.cudnn.is_acceptable(tensor))
@@ -97,6 +109,7 @@ class ModelState:
         self._registries = [slots[n] for slots in slots_of for n in core.HOOKS if n in slots]
         own = [not is_library(kind.__module__) for kind in self._types]
         self._attributes = [*compress(slots_of, own)]
+        self._named = _named_flags(compress(self._types, own))
 
     def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
         return list(map(tuple, map(_values_of, self._parents)))
@@ -186,10 +199,11 @@ class ModelState:
     def switches(self) -> tuple[Any, ...]:
         """Return what may turn other code of modules on, however it changes from step to step.
 
-        These are the numbers of hooks, and the types and flags among attributes of the user's
-        modules.
+        These are the numbers of hooks, the types and flags among attributes of the user's modules,
+        and flags of their classes and among global names.
         """
         values = [*chain.from_iterable(map(_values_of, self._attributes))]
+        values += [slots.get(name) for slots, name in self._named]
         flags = map(_FLAGS.get, map(id, values))
         return tuple(map(len, self._registries)), tuple(map(type, values)), tuple(flags)
 

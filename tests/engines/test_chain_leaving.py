@@ -13,9 +13,11 @@ from training import same
 
 import rotor
 
+FEATURES: list[torch.Tensor] | None = None
+
 
 class Keeping(Block):
-    """A block that keeps what it makes once it has a list."""
+    """A block that keeps what it makes once there is a list for it."""
 
     features: list[torch.Tensor] | None = None
 
@@ -23,6 +25,8 @@ class Keeping(Block):
         y = super().forward(x)
         if self.features is not None:
             self.features.append(y)
+        if FEATURES is not None and not FEATURES:
+            FEATURES.append(y)
         return y
 
     def state(self) -> Any:
@@ -50,8 +54,19 @@ def least(net: nn.Module) -> int:
     return caught.value.minimum_bytes
 
 
+def keeps_by_a_global_name(_: Any, features: list[torch.Tensor]) -> Callable[[], object]:
+    globals()["FEATURES"] = features
+    return lambda: globals().update(FEATURES=None)
+
+
 @pytest.mark.parametrize(
-    "keep", [keeps_in_a_hook, keeps_in_a_hook_of_a_layer, keeps_in_an_attribute]
+    "keep",
+    [
+        keeps_in_a_hook,
+        keeps_in_a_hook_of_a_layer,
+        keeps_in_an_attribute,
+        keeps_by_a_global_name,
+    ],
 )
 def test_activations_kept_after_the_first_steps_have_gradients(keep: Any) -> None:
     def make() -> nn.Module:
