@@ -187,7 +187,7 @@ class Changing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.changes = nn.Linear(WIDTH, WIDTH), False
+        self.a, self.changes = nn.Linear(WIDTH, WIDTH), 0
 
     def forward(self, x):
         if self.changes and x.requires_grad:
@@ -200,7 +200,7 @@ def test_an_input_changed_in_place_later_than_measured_is_an_error():
     model = rotor.Checkpointable(net, torch.randn(64, WIDTH), "1 GB", engine="chain")
     model.compute_sequence(algo=RecomputeAll)
     for stage in net[1:]:
-        stage.changes = True
+        stage.changes = 1  # No flag, which would be seen before the step.
     with pytest.raises(RuntimeError, match="changed its input in place, which it did not"):
         model(torch.randn(64, WIDTH)).square().mean().backward()
     assert net[0].weight.grad is None
