@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -57,14 +57,13 @@ _PIPELINES = "torch.distributed.pipelining"
 
 def _runs(name: str) -> bool:
     """Return whether code of a module, or of a package, is running in some thread."""
-    return any(f.f_globals.get("__name__", "").startswith(name) for f in _running_frames())
-
-
-def _running_frames() -> Iterator[FrameType]:
-    """Yield the frames of all threads."""
-    for start in sys._current_frames().values():
-        for frame, _ in traceback.walk_stack(start):
-            yield frame
+    frame: Any
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith(name):
+                return True
+            frame = frame.f_back
+    return False
 
 
 def is_of_checkpoint(tensor: torch.Tensor) -> bool:
@@ -108,14 +107,20 @@ def inner_edges(nodes: Iterable[Any], edges: Sequence[Any]) -> list[int]:
 
 def edges_asked_for() -> set[tuple[Any, int]]:
     """Return the nodes, and numbers of their outputs, whose gradients running backwards return."""
-    code = torch.autograd.graph._engine_run_backward.__code__
     edges = [
         one if isinstance(one, GradientEdge) else _edge_of(one)
-        for frame in _running_frames()
-        if frame.f_code is code
-        for one in frame.f_locals["args"][3]
+        for names in _locals_of(torch.autograd.graph._engine_run_backward.__code__)
+        for one in names["args"][3]
     ]
     return {(edge.node, edge.output_nr) for edge in edges}
+
+
+def _locals_of(code: CodeType) -> Iterator[dict[str, Any]]:
+    """Yield the variables of a function's running calls, in all threads."""
+    for start in sys._current_frames().values():
+        for frame, _ in traceback.walk_stack(start):
+            if frame.f_code is code:
+                yield frame.f_locals
 
 
 _edge_of = torch.autograd.graph.get_gradient_edge
