@@ -17,8 +17,9 @@ from __future__ import annotations
 import importlib
 import threading
 import types
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -309,6 +310,8 @@ _REQUIRED = """
     _dynamo.callback.callback_handler.register_start_callback
     _dynamo.config.reorderable_logging_functions _dynamo.convert_frame.compile_lock
     _dynamo.eval_frame.cached_backends _dynamo.eval_frame.remove_from_cache
+    _dynamo.guards.CheckFunctionManager.id_ref
+    _dynamo.guards.CheckFunctionManager.invalidate
     _dynamo.guards.GuardBuilder.ID_MATCH _dynamo.guards.install_guard
     _dynamo.source.GlobalSource _dynamo.source.RandomValueSource
     _dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table
@@ -486,6 +489,54 @@ def examples_forgotten() -> Iterator[None]:
         finally:
             for function in forget:
                 function()
+
+
+@contextmanager
+def guards_freed() -> Iterator[None]:
+    """Have guards of captures in the context freed with their code.
+
+    Dynamo keeps them, and what they compare, as long as any class, function or module among that.
+    """
+    from torch._dynamo.guards import CheckFunctionManager
+
+    met: dict[Any, list[tuple[weakref.ref[Any], str]]] = {}
+    begin: Any = CheckFunctionManager.__init__
+
+    def refer(self: Any, obj: Any, obj_str: str) -> int:
+        if id(obj) not in self._weakrefs:
+            with suppress(TypeError):
+                self._weakrefs[id(obj)] = reference = weakref.ref(obj)
+                met.setdefault(self, []).append((reference, obj_str))
+        return id(obj)
+
+    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            begin(self, *args, **kwargs)
+        finally:
+            found = met.pop(self, ())
+        # The compiled code keeps this one, which now keeps the checks.
+        self.guard_manager.checks = self
+        held, ends = weakref.ref(self), []
+        for reference, text in found:
+            if (obj := reference()) is not None:
+                end = weakref.finalize(obj, _invalidate, held, text)
+                end.atexit = False
+                ends.append(end)
+        weakref.finalize(self, _detach, ends).atexit = False
+
+    with core.replaced(CheckFunctionManager, __init__=begun, id_ref=refer):
+        yield
+
+
+def _invalidate(held: weakref.ref[Any], text: str) -> None:
+    checks = held()
+    if checks is not None:
+        checks.invalidate(text)
+
+
+def _detach(ends: Sequence[Any]) -> None:
+    for end in ends:
+        end.detach()
 
 
 def forget_compiled(code: Any, backend: int, modes: list[Any]) -> None:

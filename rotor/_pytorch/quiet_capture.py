@@ -298,6 +298,7 @@ def capturing(branches: Branches, draws: Draws) -> Iterator[None]:
         enter(_kernels_of_eager())
         enter(draws.drawn_anew())
         enter(captures.examples_forgotten())
+        enter(captures.guards_freed())
         enter(cached_effects_refused())
         enter(_unordered_settings())
         enter(_layouts_of_outputs())
