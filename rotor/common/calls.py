@@ -128,7 +128,11 @@ class Reads:
     @property
     def is_endless(self) -> bool:
         """True once so many values were captured that no other should be."""
-        return len(self._met) >= _MOST
+        return len(self._met) >= MOST_VALUES
+
+    def begin_again(self) -> None:
+        """Have further values captured."""
+        self._met.clear()
 
     def keep_constant(self, leaves: frozenset[int]) -> None:
         """Have numbers that cannot be inputs told apart by their values in later calls."""
@@ -155,7 +159,7 @@ class Reads:
         return [k for k in read if len({other.values[k] for other in self.captured}) == _MANY]
 
 
-_MANY, _MOST = 3, 16
+_MANY, MOST_VALUES = 3, 16
 """Captures for other values, after which a warning comes, and after which there are no more."""
 
 

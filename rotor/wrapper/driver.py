@@ -50,7 +50,7 @@ from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, planning
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import end_after_error, observer_of_step
-from rotor.wrapper.order import Order, unused_kinds
+from rotor.wrapper.order import Order
 from rotor.wrapper.setting import agree_to_share, choose, peers_of
 from rotor.wrapper.usage_warnings import (
     RerunNotes,
@@ -255,7 +255,7 @@ class Driver:
 
     def _measure(self, key: Key, call: Call, *, again: bool = False) -> Any:
         """Measure a kind of step by the first engine that can."""
-        self.order.pass_over(key, call)
+        self.order.pass_over(key)
         before = self.context.refusals.get(key.measured)
         warn_of_checkpointing(self.context)
         while True:
@@ -320,8 +320,7 @@ class Driver:
         plan.why = self.order.why(key, getattr(plan, "engine", self.order.of(key).name))
         self.context.plans.pop(key, None)
         self.context.plans[key] = plan
-        for unused in unused_kinds(self.context):
-            self.forget(unused)
+        self.order.drop_unused(self.forget)
         self.context.latest, self.context.latest_key = plan, key
         return plan
 
@@ -520,6 +519,7 @@ class Driver:
         with dispatch.keys_kept(), planning, planned, allocator.highest_peak() as peak_bytes:
             if wants_measure:
                 is_stale |= self.context.peers.ranks is not None
+                self._attempts.asked = key = self.order.kind_of(key, call, self._make)
                 try:
                     self._measure(key, call, again=is_stale)
                 except NothingToPlan:

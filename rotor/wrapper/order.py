@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from rotor.common.calls import PlainValues
+from rotor.common.undisturbed import Untriable
 from rotor.engines.contract import Call, Context, Engine, Key, Refusal
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.plain import PlainEngine
 from rotor.engines.sequential import SequentialEngine
+from rotor.errors import InfeasibleError
 from rotor.wrapper.registry import engines_for
 
 _HOPELESS = 4
 """Number of refused kinds of step after which a model without any graph is captured no more."""
 
-_ENDLESS, _AMONG = 16, 24
-"""Captured kinds of step among the latest steps, after which no further kind is captured."""
+ENDLESS, AMONG = 16, 24
+"""New kinds of step among the latest steps, after which no further kind is captured."""
+
+_ADVICE = (
+    "Texts, numbers or structures among the arguments differ: leave out what the model need not "
+    "know, and give numbers that change as tensors; then such steps share a plan"
+)
 
 _MOST = 64
-_FEWEST = 8
+FEWEST = 8
 _SHARE = 100
 _BYTES = 2 << 20
 """Memory of the host that a captured kind keeps, about."""
@@ -36,7 +47,14 @@ class Order:
         """Engines that have measured a step."""
         self.steps = 0
         """Steps so far."""
-        self._captured: deque[int] = deque(maxlen=_ENDLESS)
+        self._new: deque[int] = deque(maxlen=ENDLESS)
+        """Steps that were of new kinds, each of which was captured or passed over."""
+        self._passed: deque[Key] = deque(maxlen=FEWEST)
+        """Latest kinds that were passed over: one that comes again is captured."""
+        self._unkept: dict[Any, int | None] = {}
+        """Limits that the dynamic engine does not keep, by `Key.measured`."""
+        self._dropped = 0
+        """Dropped kinds whose captures are not freed yet."""
         self._standby: DynamicEngine | None = None
 
     def of(self, key: Key) -> Engine:
@@ -133,35 +151,94 @@ class Order:
                 f"{engine.fallback} The reason:\n{reason}",
             )
 
-    def pass_over(self, key: Key, call: Call) -> None:
-        """Hand a new kind of step to the engine behind those that capture, if that costs more."""
-        context = self._context
-        capturing = [engine for engine in self.engines if engine.plans_ahead]
-        number = len(capturing)
-        if key.measured in context.refusals or number == len(self.engines):
+    def pass_over(self, key: Key) -> None:
+        """Hand a new kind of step past the engines that capture, if none had a plan so far."""
+        refusals = self._context.refusals
+        number = self._capturing
+        if key.measured in refusals or number == len(self.engines):
             return
-        refused = list(context.refusals.values())
+        refused = list(refusals.values())
         if (
             len(refused) >= _HOPELESS
             and all(refusal.engine >= number for refusal in refused)
-            and self.measured.isdisjoint(capturing)
+            and self.measured.isdisjoint(self.engines[:number])
         ):
-            context.refusals[key.measured] = refused[-1]
-            return
-        is_endless = len(self._captured) == _ENDLESS and self.steps - self._captured[0] <= _AMONG
-        if context.is_stepping and is_endless and context.peers.ranks is None:
-            reason = (
-                f"{_ENDLESS} of the last {_AMONG} steps were of new kinds, each of which was "
-                "captured and planned: further kinds are not"
+            refusals[key.measured] = refused[-1]
+
+    @property
+    def _capturing(self) -> int:
+        """Number of the engines that capture steps, which are asked first."""
+        return sum(engine.plans_ahead for engine in self.engines)
+
+    def kind_of(self, key: Key, call: Call, make: Callable[[Key], Any]) -> Key:
+        """Return the kind under which a step without a measure runs.
+
+        Where kinds are new without end, it is one for all steps on such tensors, which the dynamic
+        engine runs if it keeps the limit in a trial. `make` makes its plan.
+        """
+        if not self._is_endless(key):
+            return key
+        described = tuple(part for part in key.measured[1] if isinstance(part, tuple))
+        alike = Key(("", described, (), *key.measured[3:]), key.absent)
+        limit = self._context.settings.mem_limit
+        if alike.measured not in self._unkept or self._unkept[alike.measured] != limit:
+            self._new.append(self.steps)
+            self._passed.append(key)
+            if self._is_kept(alike, call, make):
+                return alike
+            self._unkept[alike.measured] = limit
+        PlainValues.of(key.measured).reads.begin_again()
+        return key
+
+    def _is_endless(self, key: Key) -> bool:
+        """Return whether a step is of a new kind after many others."""
+        context, number = self._context, self._capturing
+        is_free = context.is_stepping and context.peers.ranks is None
+        following = self.engines[number : number + 1]
+        if not (is_free and following and isinstance(following[0], DynamicEngine)):
+            return False
+        if key.measured in context.refusals or self.of(key).device_of(key) is not None:
+            return False
+        if PlainValues.of(key.measured).reads.is_endless:
+            return True
+        is_often = len(self._new) == ENDLESS and self.steps - self._new[0] <= AMONG
+        return is_often and key not in self._passed
+
+    def _is_kept(self, alike: Key, call: Call, make: Callable[[Key], Any]) -> bool:
+        """Return whether the dynamic engine keeps the limit in a step; have it run such ones."""
+        context = self._context
+        reason = "most steps were of new kinds, each of which was captured: further kinds are not"
+        for _ in range(self._capturing) if alike.measured not in context.refusals else ():
+            self.refuse(alike, call, reason)
+        self.taken_over.clear()
+        try:
+            plan = make(alike)
+            if alike.measured not in plan.accepted:
+                self.of(alike).measure(alike, call)
+        except (InfeasibleError, Untriable) as error:
+            traceback.clear_frames(error.__traceback__)
+            self.hand_back(alike, None)
+            context.plans.pop(alike, None)
+            context.warn(
+                "endless, over",
+                "most of the latest steps were of new kinds, each of which is captured and "
+                "planned, and takes its time: the dynamic engine, which captures nothing, does not "
+                f"keep the limit ({error}). {_ADVICE}",
             )
-            for _ in capturing:
-                self.refuse(key, call, reason)
+            return False
+        context.warn(
+            "endless",
+            "most of the latest steps were of new kinds, each of which was captured and planned: "
+            "further kinds are not. The dynamic engine runs them, evicts and recomputes meanwhile. "
+            f"{_ADVICE}",
+        )
+        return True
 
     def note_measured(self, engine: Engine, found: Any) -> None:
         """Note that an engine has measured a step; `found` is its measure."""
         self.measured.add(engine)
         if not getattr(found, "shares_shapes", True):
-            self._captured.append(self.steps)
+            self._new.append(self.steps)
 
     def why(self, key: Key, name: str) -> dict[str, str]:
         """Return the engines that were asked for such steps, and why each handed over.
@@ -172,14 +249,20 @@ class Order:
         refused = {} if known is None else known.why
         return self._context.settings.unsuited | refused | {name: "runs the step"}
 
+    def drop_unused(self, forget: Callable[[Key], None]) -> None:
+        """Have captured kinds of steps above 64, or above a hundredth of the limit, forgotten.
 
-def unused_kinds(context: Context) -> list[Key]:
-    """Return captured kinds of steps above 64, or above a hundredth of the limit.
-
-    The plans of the context are in the order of their last use. Kinds that share a capture are few
-    bytes each, and stay.
-    """
-    limit = context.settings.present_limit or 0
-    most = min(_MOST, max(_FEWEST, limit // _SHARE // _BYTES))
-    alone = {key.measured: key for key, plan in context.plans.items() if plan.is_alone}
-    return list(alone.values())[:-most]
+        Plans are in the order of their last use. Kinds that share a capture are few bytes each, and
+        stay.
+        """
+        context = self._context
+        limit = context.settings.present_limit or 0
+        most = min(_MOST, max(FEWEST, limit // _SHARE // _BYTES))
+        alone = {key.measured: key for key, plan in context.plans.items() if plan.is_alone}
+        for key in list(alone.values())[:-most]:
+            forget(key)
+            self._dropped += 1
+        if self._dropped >= FEWEST and gc.isenabled():
+            # Captures are cycles, and each new one puts off Python's own search for old ones.
+            self._dropped = 0
+            gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,12 @@ from torch import nn
 from training import check_equal
 
 import rotor
+from rotor.common import calls
 from rotor.common.calls import PlainValues, Reads, leaf_expressions
+from rotor.engines.dynamic.engine import DynamicEngine
+from rotor.engines.graph.capture import Capture
+from rotor.engines.graph.engine import GraphEngine
+from rotor.wrapper import order
 
 
 class Settings:
@@ -154,6 +160,79 @@ def test_structures_without_end_are_captured_no_more() -> None:
     lists = [["step"] * k for k in range(18)]
     with pytest.warns(rotor.MemoryLimitWarning, match="further kinds are not"):
         check_values(lists, "auto", nothing)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Kinds that were captured, where two plans are kept and 3 new kinds of 4 are too many."""
+    for name, value in {"ENDLESS": 3, "AMONG": 4, "FEWEST": 2}.items():
+        monkeypatch.setattr(order, name, value)
+    found: list[Any] = []
+    measure = GraphEngine.measure
+
+    def measured(self: GraphEngine, key: Any, call: Any) -> Any:
+        found.append(key)
+        return measure(self, key, call)
+
+    monkeypatch.setattr(GraphEngine, "measure", measured)
+    return found
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_no_kind_is_captured_while_kinds_are_new_without_end(
+    captured: list[Any], is_ragged: bool
+) -> None:
+    def loss_of(model: Any, number: int) -> torch.Tensor:
+        x = torch.randn(32 + number % 3 * is_ragged, 16)
+        return model({"x": x, "value": text(number + 1)}).square().mean()
+
+    def make() -> nn.Module:
+        return Net(text_length)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        chk = check_equal(make, loss_of, 14, mem_limit="1 MB", engine="auto")
+    assert len(captured) == 3
+    assert sum("The dynamic engine runs them" in str(w.message) for w in told) == 1
+    # Two of those, and one for each length of the steps that are run as they are.
+    assert len(chk.plans) == 2 + (3 if is_ragged else 1)
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_a_kind_that_comes_again_after_many_new_ones_is_captured(captured: list[Any]) -> None:
+    values = [text(k) for k in (1, 2, 3, 4, 5, 6, 6, 6)]
+    assert check_values(values, "auto", text_length) == 3
+    assert len(captured) == 4
+
+
+def test_kinds_are_captured_where_the_dynamic_engine_cannot_keep_the_limit(
+    captured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(*_: object) -> None:
+        tried.append(1)
+        raise rotor.InfeasibleError("too much", 1 << 40)
+
+    monkeypatch.setattr(calls, "MOST_VALUES", 4)
+    monkeypatch.setattr(DynamicEngine, "measure", refuse)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check_values([text(k) for k in range(1, 10)], "auto", text_length)
+    assert sum("is captured and planned, and takes its time" in str(w.message) for w in told) == 1
+    assert len(captured) == 9
+    assert len(tried) == 1
+
+
+@pytest.mark.filterwarnings("ignore::rotor.MemoryLimitWarning")
+def test_captures_of_dropped_kinds_are_freed(captured: list[Any]) -> None:
+    def alive() -> int:
+        return sum(type(one) is Capture for one in gc.get_objects())
+
+    before = alive()
+    check_values([text(k) for k in range(1, 10)], "graph", text_length)
+    assert len(captured) == 9
+    assert alive() - before <= 4
 
 
 @pytest.mark.filterwarnings("ignore:no single graph of the model")

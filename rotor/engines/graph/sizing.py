@@ -39,6 +39,9 @@ from rotor.units import exact_bytes
 _MOST_GRAPHS = 4
 """Number of captures with symbols of one family after which further shapes are captured alone."""
 
+_MOST_NAMES = 3
+"""Number of arguments that a warning names."""
+
 Alone = tuple[Shapes, Lowered, Sequence[Cost]]
 """Shapes of a call that was captured alone, with its operations and their costs."""
 
@@ -83,10 +86,13 @@ def note_reads(context: Context, key: Key, captured: Captured | None, call: Call
     read = [k for k in values.values if captured and captured.reads(expressions[k])]
     many = values.reads.note(frozenset(read), values)
     if many:
-        names = leaf_names(context.module, arguments)
+        known = leaf_names(context.module, arguments)
+        names = [known[k] for k in many]
+        if len(names) > _MOST_NAMES:
+            names[_MOST_NAMES:] = [f"{len(names) - _MOST_NAMES} more"]
         context.warn(
-            f"values of {names[many[0]]}",
-            f"{' and '.join(names[k] for k in many)} had three values so far, and the model, "
+            f"values of {names[0]}",
+            f"{' and '.join(names)} had three values so far, and the model, "
             "whose code depends on them, was captured and planned anew for each: give numbers "
             "that change as tensors, and leave out what the model need not know",
         )
