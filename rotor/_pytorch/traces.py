@@ -5,7 +5,9 @@ And traces of torch.fx, which runs a model on symbols: noticed, and joined as on
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -36,8 +38,40 @@ def kernel_choices() -> tuple[bool, ...]:
 
 
 def global_hooks() -> list[Any]:
-    """Return the hooks that run in calls of every module."""
-    return [list(held.values()) for held in GLOBAL_HOOKS] if any(GLOBAL_HOOKS) else []
+    """Return the hooks that run in calls of every module.
+
+    Under a mode, which no captured code goes through, those of PyTorch's ModuleTracker are left
+    out: each FlopCounterMode has its own.
+    """
+    if not any(GLOBAL_HOOKS):
+        return []
+    are_all = not dispatch.has_modes()
+    found = [[h for h in held.values() if are_all or not _tracks(h)] for held in GLOBAL_HOOKS]
+    return found if any(found) else []
+
+
+def _tracks(hook: Any) -> bool:
+    tracker = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
+    return isinstance(getattr(hook, "__self__", None), tracker)
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Leave out the hooks of PyTorch's ModuleTracker, such as those of FlopCounterMode.
+
+    They keep nodes of graphs, of which they use no values.
+    """
+    kept = [dict(held) for held in GLOBAL_HOOKS]
+    for held, hooks in zip(GLOBAL_HOOKS, kept, strict=True):
+        for number in [number for number, hook in hooks.items() if _tracks(hook)]:
+            del held[number]
+    try:
+        yield
+    finally:
+        for held, hooks in zip(GLOBAL_HOOKS, kept, strict=True):
+            now = dict(held)
+            held.clear()
+            held.update(hooks | now)
 
 
 core.check(

@@ -13,10 +13,12 @@ import pytest
 import torch
 from chain_blocks import BATCH, INNER, WIDTH, Block, check_planned, planned, seeded, train
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from training import same
 from zoo.models import AddSaved, Save
 
 import rotor
+from rotor.engines.chain.engine import ChainEngine
 
 STEPS_SEEN = 0
 
@@ -440,6 +442,29 @@ def test_values_from_outside_get_their_gradients(engine: str) -> None:
     net = seeded(make)
     limit = planned(net, 0.4).mem_limit
     assert same(gradients(None), gradients(limit))
+
+
+def test_stages_run_again_though_a_counter_of_operations_keeps_their_graphs(monkeypatch) -> None:
+    measured = []
+    measure = ChainEngine.measure
+
+    def counted(*args: Any) -> Any:
+        measured.append(args)
+        return measure(*args)
+
+    def make() -> nn.Module:
+        return nn.Sequential(*[Block() for _ in range(4)])
+
+    limit = planned(seeded(make), 0.3).mem_limit
+    plain = train(net := seeded(make), net)
+    chk = rotor.Checkpointable(net := seeded(make), mem_limit=limit, engine="chain")
+    monkeypatch.setattr(ChainEngine, "measure", counted)
+    for _ in range(2):
+        with FlopCounterMode(display=False):
+            assert same(plain, train(net, chk))
+    assert chk.plan.schedule.recomputed
+    assert not any(chk.plan.chain.once)
+    assert len(measured) == 1
 
 
 def test_what_does_not_repeat_is_kept() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rotor._pytorch import core
-from rotor._pytorch.traces import Writes
+from rotor._pytorch.traces import Writes, untracked
 from rotor.common.checksums import checksum
 from rotor.common.modes import RngTracker
 from rotor.common.module_state import Watch
@@ -490,7 +490,8 @@ def observe(
     x, flags = detached(arg), grad_flags(arg)
     found: list[Observation] = []
     for stage in stages:
-        seen, x = observer.stage(stage, x, flags)
+        with untracked():
+            seen, x = observer.stage(stage, x, flags)
         flags = seen.flags
         found.append(seen)
     joined: list[Stage] = []
