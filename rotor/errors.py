@@ -19,6 +19,7 @@ class InfeasibleError(ValueError):
     minimum_bytes
         The smallest budget, in bytes, in which a schedule exists; counted like the given budget
         (with the chain's input, or without it). For graphs the smallest for which one was found.
+        For the dynamic engine an estimate, which may be too small or too large.
     lower_bound_bytes
         Bytes below which provably no schedule exists; 0 if unknown.
     peak

@@ -524,7 +524,7 @@ class BudgetedStep:
             f"a step took no more than {least} before: give such a limit"
             if is_known
             else f"try a limit of {least}, estimated with room for the operations and gradients "
-            "that are still to come"
+            "that are still to come, which may be too little or more than needed"
         )
         return InfeasibleError(
             f"the {self._phase} does not fit: {refused}. The model, {gradients}buffers and the "
