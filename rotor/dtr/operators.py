@@ -141,6 +141,8 @@ ODD_OPERATORS: dict[str, Treatment] = {
     # Followed by the flag for training. Masks come from a state beside the generators.
     "aten::_cudnn_rnn": Treatment(kept_if=11),
     "aten::miopen_rnn": Treatment(kept_if=9),
+    # The result is a wrapper of the argument, without memory of its own.
+    "_c10d_functional::_wrap_tensor_autograd": Treatment(is_view=True),
     **_alike("resize_ resize_as_ set_ _resize_output_ resize_as_sparse_", Treatment(reshapes=True)),
     **_alike("arange range linspace logspace", Treatment(sizes_by_value=True)),
     "aten::nonzero": Treatment(
