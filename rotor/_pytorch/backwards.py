@@ -7,11 +7,12 @@ import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
@@ -19,7 +20,7 @@ from rotor._pytorch import core
 
 core.check(
     """
-    _C._autograd._get_sequence_nr _C._autograd._unsafe_set_version_counter
+    _C._autograd.SavedTensor _C._autograd._get_sequence_nr _C._autograd._unsafe_set_version_counter
     _C._functorch.is_batchedtensor
     _C._functorch.is_legacy_batchedtensor _C._vmapmode_decrement_nesting
     _C._vmapmode_increment_nesting _C._will_engine_execute_node
@@ -124,6 +125,48 @@ def _locals_of(code: CodeType) -> Iterator[dict[str, Any]]:
 
 
 _edge_of = torch.autograd.graph.get_gradient_edge
+
+
+_IS_READABLE = all(hasattr(torch._C._autograd.SavedTensor, n) for n in ("data", "unpack_hook"))
+"""True if this PyTorch tells what is saved as it is, without unpacking it."""
+
+
+class Saved(NamedTuple):
+    """Values that nodes of a graph keep for their backwards."""
+
+    contexts: list[dict[str, Any]]
+    """Attributes of the nodes of ``torch.autograd.Function``."""
+    tensors: list[torch.Tensor]
+    packed: list[Any]
+    """Results of hooks on saved tensors: each entry is one reference."""
+
+
+def saved_by(nodes: Iterable[Any]) -> Saved:
+    """Return what nodes of a graph keep, without a call of the caller's hooks."""
+    saved, names = Saved([], [], []), dict[type, list[str]]()
+    for node in nodes:
+        kind = type(node)
+        if kind not in names:
+            found = dir(kind) if _IS_READABLE else ()
+            names[kind] = [name for name in found if name.startswith("_raw_saved_")]
+        if isinstance(node, BackwardCFunction):
+            saved.contexts.append(vars(node))
+        for name in names[kind]:
+            with suppress(RuntimeError):  # A backward has run already, and freed it.
+                raw = getattr(node, name)
+                for one in raw if isinstance(raw, list | tuple) else (raw,):
+                    value = one.data
+                    if one.unpack_hook is not None:
+                        saved.packed.append(value)
+                    elif value is not None:
+                        saved.tensors.append(value)
+    return saved
+
+
+def bases_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors that views among values hold outside of Python."""
+    found = [value._base for value in values if isinstance(value, torch.Tensor)]
+    return [base for base in found if base is not None]
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
@@ -11,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor._core import Needs
-from rotor._pytorch import core, dispatch
+from rotor._pytorch import backwards, core, dispatch
 from rotor.common.accounting import LOSS_GRADIENTS
 from rotor.dtr.context import running
 from rotor.dtr.runtime import Session
@@ -21,6 +24,7 @@ from rotor.meter.allocator import Segment
 Unknown = list[tuple[Needs, int]]
 """Operators whose needs had to be guessed, and the bytes of the generator's state before each."""
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _READY, _RAN = "ready", "ran "
 
 
@@ -152,6 +156,40 @@ class StepSession(Session):
         """Return the noted tensors to which Python refers, and how often."""
         return self._handler.held()
 
+    def held_by(
+        self, nodes: Iterable[Any], held: Iterable[tuple[torch.Tensor, int]]
+    ) -> tuple[Counter[int], set[int]]:
+        """Return how often objects are referred to from what the nodes of a graph alone hold.
+
+        Such holders are attributes of functions, wrappers of tensors, and what hooks made of saved
+        tensors, with all that only these refer to: Python has no other way to what is inside. The
+        references are by `id`; the second result has the holders' numbers. `held` is of now.
+        """
+        known = {id(tensor): count for tensor, count in held}
+        noted = set(map(id, self._handler.made or ()))
+        contexts, tensors, packed = backwards.saved_by(nodes)
+        holders, references = set(map(id, contexts)), Counter[int]()
+        found: dict[int, Any] = {}
+        _add(found, references, gc.get_referents(*contexts))
+        _add(found, references, packed)
+        found |= {id(tensor): tensor for tensor in tensors if type(tensor) not in _PLAIN}
+        del contexts, tensors, packed
+        waiting = found.keys() - holders
+        with dispatch.without_functions():
+            while waiting:
+                owned = [
+                    found[key]
+                    for key in waiting
+                    if references[key] == (known.get(key) or _holders(found, key, noted))
+                ]
+                holders.update(map(id, owned))
+                parts = _add(found, references, gc.get_referents(*owned))
+                bases = {id(base): base for base in backwards.bases_of(owned)}
+                found |= bases
+                waiting = (parts | bases.keys()) - holders
+                del owned, bases
+        return references, holders
+
     def forget_results(self) -> None:
         """Note no results any more."""
         self._handler.made = None
@@ -203,3 +241,23 @@ def learn_needs(unknown: Unknown, segments: Iterable[Segment]) -> None:
         if needs.is_measured:
             made, workspace = max(made, needs.made_bytes), max(workspace, needs.workspace_bytes)
         needs.made_bytes, needs.workspace_bytes, needs.is_measured = made, workspace, True
+
+
+def _add(found: dict[int, Any], references: Counter[int], values: list[Any]) -> set[int]:
+    """Count references to values, which are kept in `found`; return their numbers."""
+    keys = list(map(id, values))
+    references.update(keys)
+    found.update(zip(keys, values, strict=True))
+    return set(keys)
+
+
+def _holders(found: dict[int, Any], key: int, noted: Container[int]) -> int:
+    """Return the number of references of Python's to an object in `found` but for that one."""
+    # One more belongs to the call.
+    count = sys.getrefcount(found[key]) - 2
+    weak = weakref.getweakrefs(found[key])
+    if isinstance(found[key], torch.Tensor):
+        count -= dispatch.owners_of(found[key]) > 1
+        if len(weak) == 1 and id(weak[0]) in noted and sys.getrefcount(weak[0]) == 3:
+            return count
+    return count + len(weak)

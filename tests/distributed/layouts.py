@@ -487,6 +487,7 @@ LAYOUTS = {
     "tp_sequential": Layout(lambda: split(nn.Sequential(*blocks()), whole_mesh())),
     "tp_flat": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "chain"),
     "tp_flat_graph": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "graph"),
+    "tp_flat_dynamic": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "dynamic"),
     "tp_chain": Layout(lambda: split(nn.Sequential(*blocks(0.1)), whole_mesh()), "chain"),
     "tp_dynamic": Layout(lambda: split(Net(blocks()), whole_mesh()), "dynamic"),
     "tp_broken": Layout(lambda: split(Net(broken(blocks())), whole_mesh())),

@@ -15,7 +15,8 @@ TOGETHER = 6
 """Cases of one start of the processes."""
 QUICK = ["tp@0.5@added", "tp_chain@0.62", "experts@0.75", "fsdp_pairs@0.62", "tp_dynamic@0.62"]
 FRAMEWORKS = [name for name in ("tp_transformers", "fsdp_accelerate") if name in LAYOUTS]
-QUICK += [f"{name}@0.62" for name in ("tp_aside", "tp_flat", "sp_sequential", *FRAMEWORKS)]
+QUICK += [f"{name}@0.62" for name in ("tp_aside", "tp_flat", "tp_flat_dynamic", "sp_sequential")]
+QUICK += [f"{name}@0.62" for name in FRAMEWORKS]
 QUICK += [f"{name}@0.62" for name in ("own_rows", "summed_by_some", "summed_gradients")]
 QUICK += [f"{name}@0.62" for name in ("tp_broken_by_one", "summed_broken_by_one")]
 LEAST = ["tp", "tp_chain", "sp", "gather", "experts"]

@@ -224,6 +224,34 @@ def test_what_only_functions_of_the_graph_hold_is_evicted() -> None:
     assert model.plan.last.stats.evictions > 0
 
 
+def test_what_functions_of_the_graph_share_with_python_is_there() -> None:
+    kept: list[torch.Tensor] = []
+
+    class Sharing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            kept.append(x)
+            ctx.kept, ctx.number = kept, len(kept) - 1
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * ctx.kept[ctx.number] * gradient
+
+    class Shared(Squares):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.sigmoid(Sharing.apply(layer(x)))
+            return x
+
+    def loss_of(model: Any, _: int) -> Any:
+        kept.clear()
+        y = model(torch.randn(256, 64))
+        return y.square().mean(), *(torch.from_numpy(t.detach().numpy()) for t in kept)
+
+    check_equal(Shared, loss_of, 2, mem_limit="1.4 MB", engine="dynamic")
+
+
 # -- readers below the operators
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import check_equal, trained
 from versions import needs_swaps
 from zoo.judge import covers
 from zoo.models import Function, Row
@@ -186,3 +187,47 @@ def test_sizes_known_only_in_a_step_run_or_are_refused_in_words(engine: str):
             found, expected = gradients(model, net, batch), gradients(plain, plain, batch)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             assert not any("please report" in reason for reason in model.plan.why.values())
+
+
+class Rows(nn.Module):
+    """Layers for rows of jagged sequences, whose values the model may put into `seen` too."""
+
+    def __init__(self, seen: list[torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        )
+        self.seen = seen
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+            if self.seen is not None:
+                self.seen.append(rows)
+        return rows
+
+
+def _loss_of_sequences(model: Any, _: int) -> torch.Tensor:
+    ends = torch.tensor([0, 20, 50, 90, 256])
+    rows = torch.nested.nested_tensor_from_jagged(torch.randn(256, WIDTH), ends)
+    values: torch.Tensor = model(rows).values()
+    return values.square().mean()
+
+
+@pytest.mark.parametrize("engine", ["auto", "dynamic"])
+@pytest.mark.filterwarnings("ignore::rotor.errors.MemoryLimitWarning")
+def test_jagged_models_train_in_the_memory_of_dense_ones(engine: str):
+    with memory.meter("cpu") as meter:
+        trained(Rows, _loss_of_sequences)
+    limit = int(0.55 * meter.peak_bytes)
+    model = check_equal(Rows, _loss_of_sequences, mem_limit=limit, engine=engine)
+    assert model.plan.last.stats.evictions > 0
+    assert model.plan.measured_bytes <= limit
+
+
+def test_jagged_results_that_python_holds_are_there_after_the_forward():
+    def loss_of(model: Any, _: int) -> Any:
+        loss, seen = _loss_of_sequences(model, 0), model.seen
+        return loss, *(torch.from_numpy(rows.detach().values().numpy()) for rows in seen)
+
+    check_equal(lambda: Rows([]), loss_of, 1, mem_limit="2 MB", engine="dynamic")

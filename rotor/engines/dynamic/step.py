@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.function import Function
 
 from rotor._pytorch import backwards, core, dispatch
 from rotor.common.accounting import (
@@ -30,7 +30,7 @@ from rotor.common.accounting import (
     SCRAPS_BYTES,
 )
 from rotor.common.frames import warn_caller
-from rotor.common.places import exchange_kept, kept_tensors, slots_with_tensors, tensors_in
+from rotor.common.places import exchange_kept, kept_tensors, slots_with_tensors
 from rotor.common.rerun import Rerun, Surroundings
 from rotor.common.substitutes import exchanged, replace_references, substituted
 from rotor.common.tensor_trees import output_tensors, tree_tensors
@@ -253,10 +253,10 @@ class BudgetedStep:
             if id(pair[0]) not in known and not backwards.is_of_checkpoint(pair[0])
         ]
         if any(count > self._references[id(tensor)] for tensor, count in held):
-            for node in _nodes([t.grad_fn for t in (*outputs, *(pair[0] for pair in held))]):
-                if isinstance(node, BackwardCFunction):
-                    self._spared.add(id(vars(node)))
-                    self._references.update(map(id, tensors_in(vars(node))))
+            nodes = _nodes([t.grad_fn for t in (*outputs, *(pair[0] for pair in held))])
+            references, holders = self.session.held_by(nodes, held)
+            self._references.update(references)
+            self._spared |= holders
         return [tensor for tensor, count in held if count > self._references[id(tensor)]]
 
     def _connect(
