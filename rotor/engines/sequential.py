@@ -209,9 +209,21 @@ class SequentialEngine(ChainEngine):
             other.forget(measured)
 
     def device_of(self, key: Key) -> torch.device | None:
-        """Return the device of the stages, or of the graph; ``None`` before either is known."""
+        """Return the device of the stages, or of the graph; ``None`` before either is known.
+
+        Where a graph came first, and had to go, the stages are measured when they are planned.
+        """
         found, graph = super().device_of(key), self.others.get("graph")
-        return graph.device_of(key) if found is None and graph is not None else found
+        if found is None and graph is not None:
+            found = graph.device_of(key)
+        if found is None and key.measured in self.context.lacking["graph"]:
+            forms = (
+                leaf
+                for leaf in self._samples.get(key.measured, ((),))[0]
+                if isinstance(leaf, _Form)
+            )
+            found = next((form.device for form in forms), None)
+        return found
 
     def _begins_with_graph(self, key: Key, call: Call) -> bool:
         """Capture the graph of a step that has to recompute; return whether there is one.

@@ -460,16 +460,14 @@ class Driver:
         begun = time.perf_counter()
         try:
             try:
-                return self.run_plan(plan, call, absent)
-            except PlanAgain as found:
-                # The call was captured again.
-                with self._announcer.timed(begun):
-                    plan = self._make(plan.key, plan.reserve_bytes)
-                self._announcer.log_plan(plan)
-                try:
-                    return self.run_plan(plan, call, absent)
-                except PlanAgain:
-                    raise (found.__cause__ or found) from None
+                while True:
+                    try:
+                        return self.run_plan(plan, call, absent)
+                    except PlanAgain as found:
+                        self.order.captured_again(plan, found.__cause__)
+                    with self._announcer.timed(begun):
+                        plan = self._make(plan.key, plan.reserve_bytes)
+                    self._announcer.log_plan(plan)
             except CannotPlan as refused:
                 # The call was captured before, but its code now asks for another graph each time.
                 cancel_running()

@@ -10,11 +10,11 @@ from typing import Any
 
 from rotor.common.calls import PlainValues
 from rotor.common.undisturbed import Untriable
-from rotor.engines.contract import Call, Context, Engine, Key, Refusal
+from rotor.engines.contract import Call, CannotPlan, Context, Engine, Key, Refusal
 from rotor.engines.dynamic.engine import DynamicEngine
 from rotor.engines.plain import PlainEngine
 from rotor.engines.sequential import SequentialEngine
-from rotor.errors import InfeasibleError
+from rotor.errors import CaptureError, InfeasibleError
 from rotor.wrapper.registry import engines_for
 
 _HOPELESS = 4
@@ -26,6 +26,12 @@ ENDLESS, AMONG = 16, 24
 _ADVICE = (
     "Texts, numbers or structures among the arguments differ: leave out what the model need not "
     "know, and give numbers that change as tensors; then such steps share a plan"
+)
+
+_CHANGES = (
+    "the model's code depends on Python values that keep changing: it was captured anew as a step "
+    "ran, and then asked for another graph again. A counter that the code reads, or a mode of the "
+    "caller's that counts calls, does that: keep such values in tensors, or leave the mode out"
 )
 
 _MOST = 64
@@ -53,6 +59,8 @@ class Order:
         """Latest kinds that were passed over: one that comes again is captured."""
         self._unkept: dict[Any, int | None] = {}
         """Limits that the dynamic engine does not keep, by `Key.measured`."""
+        self._again: tuple[int, Engine] | None = None
+        """Latest step that was captured again as it ran, and its engine."""
         self._dropped = 0
         """Dropped kinds whose captures are not freed yet."""
         self._standby: DynamicEngine | None = None
@@ -233,6 +241,22 @@ class Order:
             f"{_ADVICE}",
         )
         return True
+
+    def captured_again(self, plan: Any, cause: BaseException | None) -> None:
+        """Note that the code of a step has asked for another graph, or that an engine has none.
+
+        An engine whose new graph does not fit the same step either has no more plans of such steps.
+        Raise CannotPlan if no other engine is compared with it.
+        """
+        engine, before = self.owner(plan), self._again
+        self._again = (self.steps, engine)
+        if before != self._again:
+            return
+        refused = cause if isinstance(cause, CannotPlan) else CannotPlan(CaptureError(_CHANGES))
+        if self.of(plan.key) is engine:
+            raise refused from None
+        self._context.lacking[plan.engine][plan.key.measured] = refused.line
+        engine.forget(plan.key.measured)
 
     def note_measured(self, engine: Engine, found: Any) -> None:
         """Note that an engine has measured a step; `found` is its measure."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training import check_equal
+from torch.overrides import TorchFunctionMode
+from training import check_equal, gradients_of, same
+from zoo.models import Row
 
 import rotor
 from rotor.common import calls
@@ -285,3 +288,33 @@ def test_constants_of_few_values_are_captured_for_any_shape() -> None:
     for step in range(40):
         reads.note(frozenset([1]), PlainValues({0: (int, step), 1: (int, step % 15)}, reads))
     assert not reads.is_endless
+
+
+class Counting(TorchFunctionMode):
+    """Mode of the caller's whose every call differs for captured code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [Row, nn.Sequential])
+def test_code_that_asks_for_another_graph_each_time_is_no_fault_of_an_engine(make: Any) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    plain = make(*blocks)
+    x = torch.randn(256, 32)
+    with rotor.memory.meter("cpu") as meter:
+        plain(x).square().mean().backward()
+    limited = make(*copy.deepcopy(blocks))
+    limited.zero_grad()
+    chk = rotor.Checkpointable(limited, mem_limit=int(0.7 * meter.peak_bytes), verbosity=-1)
+    with warnings.catch_warnings(record=True) as told, Counting():
+        warnings.simplefilter("always")
+        chk(x).square().mean().backward()
+    assert same(gradients_of(plain), gradients_of(limited))
+    assert not any("please report" in str(w.message) for w in told)
