@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from itertools import chain, compress, repeat
+from itertools import compress, repeat
 from operator import is_, methodcaller
 from types import FunctionType
 from typing import Any
@@ -17,6 +17,7 @@ from rotor import _core
 from rotor._pytorch import backwards, core, fsdp, patches
 from rotor._pytorch import traces as modes
 from rotor._pytorch.scripts import ScriptModel
+from rotor.common.module_state import Watch
 from rotor.common.places import is_library, names_in
 from rotor.common.rerun import Rerun, Unit
 
@@ -66,13 +67,18 @@ def planned_module(model: nn.Module) -> nn.Module:
     return ScriptModel(model) if isinstance(model, torch.jit.ScriptModule) else model
 
 
-def _named_flags(kinds: Iterable[type]) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the places of flags in classes, and of those among global names that they use."""
+def _flags_in(
+    attributes: Iterable[Mapping[str, Any]], kinds: Iterable[type]
+) -> list[tuple[Mapping[str, Any], str]]:
+    """Return the places of flags and of ``None`` in attributes, in classes and in global names."""
     bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
-    owners = [vars(base) for base in bases if not is_library(base.__module__)]
-    functions = [f for own in owners for f in own.values() if isinstance(f, FunctionType)]
-    places: list[tuple[Mapping[str, Any], str]] = [(own, n) for own in owners for n in own]
-    places += [(f.__globals__, name) for f in functions for name in names_in(f.__code__).outer]
+    classes = [vars(base) for base in bases if not is_library(base.__module__)]
+    functions = [f for own in classes for f in own.values() if isinstance(f, FunctionType)]
+    places: list[tuple[Mapping[str, Any], str]] = [
+        *((own, name) for own in attributes for name in own if name not in Watch.internals),
+        *((own, name) for own in classes for name in own),
+        *((f.__globals__, name) for f in functions for name in names_in(f.__code__).outer),
+    ]
     return [(own, name) for own, name in places if isinstance(own.get(name, 0), bool | None)]
 
 
@@ -106,10 +112,11 @@ class ModelState:
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
         slots_of = [*map(vars, self._modules)]
-        self._registries = [slots[n] for slots in slots_of for n in core.HOOKS if n in slots]
         own = [not is_library(kind.__module__) for kind in self._types]
-        self._attributes = [*compress(slots_of, own)]
-        self._named = _named_flags(compress(self._types, own))
+        attributes = [*compress(slots_of, own)]
+        registries = [slots[n] for slots in slots_of for n in core.HOOKS if n in slots]
+        self._sized = [*registries, *attributes]
+        self._flags = _flags_in(attributes, [*compress(self._types, own)])
 
     def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
         return list(map(tuple, map(_values_of, self._parents)))
@@ -199,13 +206,13 @@ class ModelState:
     def switches(self) -> tuple[Any, ...]:
         """Return what may turn other code of modules on, however it changes from step to step.
 
-        These are the numbers of hooks, the types and flags among attributes of the user's modules,
-        and flags of their classes and among global names.
+        These are the numbers of hooks and of attributes, and what was a flag, or ``None``, in
+        attributes of the user's modules, in their classes, or among global names that these use:
+        its type, and the flag.
         """
-        values = [*chain.from_iterable(map(_values_of, self._attributes))]
-        values += [slots.get(name) for slots, name in self._named]
+        values = [slots.get(name) for slots, name in self._flags]
         flags = map(_FLAGS.get, map(id, values))
-        return tuple(map(len, self._registries)), tuple(map(type, values)), tuple(flags)
+        return tuple(map(len, self._sized)), tuple(map(type, values)), tuple(flags)
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Return flags of the parameters: which require gradients, and which have none yet."""
