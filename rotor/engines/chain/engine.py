@@ -146,7 +146,8 @@ class ChainEngine(PublishedChain, MeteredEngine):
             tuple([(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]),
             mode_signature(kind),
             structure.training_flags(),
-            structure.switches(),
+            # Other ranks do not see them: hooks of one rank alone must not make it measure.
+            structure.switches() if self.context.peers.ranks is None else (),
             required,
             None if targets is None else tuple([(t.shape, t.dtype) for t in tree_tensors(targets)]),
         )
