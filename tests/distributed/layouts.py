@@ -472,6 +472,13 @@ def flat_pairs() -> nn.Sequential:
     )
 
 
+def hooked_on_one(pairs: nn.Sequential) -> nn.Sequential:
+    """Pairs of which the first rank alone looks at one, as a logger does."""
+    if dist.get_rank() == 0:
+        pairs[1].register_forward_hook(lambda *_: None)
+    return pairs
+
+
 def split_pairs(pairs: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     """Stages that hand over results of collectives."""
     for pair in pairs:
@@ -486,6 +493,9 @@ LAYOUTS = {
     "tp_dropout": Layout(lambda: split(Net(blocks(0.1)), whole_mesh())),
     "tp_sequential": Layout(lambda: split(nn.Sequential(*blocks()), whole_mesh())),
     "tp_flat": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "chain"),
+    "tp_hooked_on_one": Layout(
+        lambda: hooked_on_one(split_pairs(flat_pairs(), whole_mesh())), "chain"
+    ),
     "tp_flat_graph": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "graph"),
     "tp_flat_dynamic": Layout(lambda: split_pairs(flat_pairs(), whole_mesh()), "dynamic"),
     "tp_chain": Layout(lambda: split(nn.Sequential(*blocks(0.1)), whole_mesh()), "chain"),

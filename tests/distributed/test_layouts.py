@@ -18,7 +18,9 @@ FRAMEWORKS = [name for name in ("tp_transformers", "fsdp_accelerate") if name in
 QUICK += [f"{name}@0.62" for name in ("tp_aside", "tp_flat", "tp_flat_dynamic", "sp_sequential")]
 QUICK += [f"{name}@0.62" for name in FRAMEWORKS]
 QUICK += [f"{name}@0.62" for name in ("own_rows", "summed_by_some", "summed_gradients")]
-QUICK += [f"{name}@0.62" for name in ("tp_broken_by_one", "summed_broken_by_one")]
+QUICK += [
+    f"{name}@0.62" for name in ("tp_broken_by_one", "summed_broken_by_one", "tp_hooked_on_one")
+]
 LEAST = ["tp", "tp_chain", "sp", "gather", "experts"]
 SLOW = [case for name in LAYOUTS if (case := f"{name}@0.62") not in QUICK]
 SLOW += [f"{name}@least" for name in LEAST]

@@ -168,7 +168,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def measure(self, key: Key, call: Call) -> Inspection:
         """Measure every stage on the input of a call."""
         arg, peers, sharding = call.args[0], self.context.peers, self._sharding
-        stages = find_stages(self.context.module)
+        stages = find_stages(self.context.module, peers.ranks)
         self.prepare_measuring(arg)
         measuring_class: type[Measuring] = Measuring
         around: AbstractContextManager[None] = nullcontext()

@@ -24,7 +24,7 @@ from rotor._pytorch import core
 from rotor._pytorch.traces import OwnParametrizations, are_parametrizations_cached
 from rotor.common.dependencies import Dependencies, Record
 from rotor.common.places import Place
-from rotor.common.ranks import wait_for
+from rotor.common.ranks import Ranks, wait_for
 from rotor.common.tensor_trees import Flags, tree_tensors, with_tensors
 from rotor.common.undisturbed import buffers_copied
 
@@ -180,10 +180,11 @@ def is_plain_sequential(module: Any) -> bool:
     )
 
 
-def find_stages(model: nn.Module) -> list[Stage]:
+def find_stages(model: nn.Module, ranks: Ranks | None = None) -> list[Stage]:
     """Return one stage for each leaf of a Sequential, nested Sequentials explored.
 
-    A nested Sequential that has hooks of its own stays one stage, so that they run. Raises
+    A nested Sequential that has hooks of its own, on any of the ranks, stays one stage, so that
+    they run. Raises
     TypeError if `model` is no Sequential, or one with a forward of its own.
     """
     if not is_plain_sequential(model):
@@ -194,18 +195,22 @@ def find_stages(model: nn.Module) -> list[Stage]:
             "the one before it returns (rotor.models has many), or wrap an nn.Sequential inside "
             "the model, such as model.features"
         )
-    stages = list(_stages_of("", model))
+    whole = {name for name, module in model.named_modules() if core.has_hooks(module)}
+    if ranks is not None:
+        whole = whole.union(*ranks.exchange(whole))
+    stages = list(_stages_of("", model, whole))
     if not stages:
         raise ValueError("the nn.Sequential is empty: give it one stage at least")
     return stages
 
 
-def _stages_of(prefix: str, module: nn.Module) -> Iterator[Stage]:
+def _stages_of(prefix: str, module: nn.Module, whole: set[str]) -> Iterator[Stage]:
     # named_children() would drop a module that is used twice.
     for name, child in core.child_modules(module):
         dotted = f"{prefix}{name}"
-        if is_plain_sequential(child) and not core.has_hooks(child):
-            yield from _stages_of(f"{dotted}.", child)
+        is_whole = core.has_hooks(child) or dotted in whole
+        if is_plain_sequential(child) and not is_whole:
+            yield from _stages_of(f"{dotted}.", child, whole)
         else:
             yield Stage([dotted], [child])
 
