@@ -1,8 +1,8 @@
 """State of modules outside their parameters and buffers.
 
 Attributes, plain tensors, containers and generators that a forward may change: in the modules
-themselves, in objects that they hold, in hooks on them, in global names that their code uses, in
-context variables and in the environment.
+themselves, in objects that they hold, in hooks on them, in global names that their code uses, and
+in context variables.
 A `Watch` notes all of it, finds what has changed since, and puts it back.
 """
 
@@ -16,7 +16,6 @@ import functools
 import gc
 import io
 import logging
-import os
 import queue
 import random
 import threading
@@ -320,7 +319,7 @@ class Watch:
             self._module(name, value)
         elif isinstance(value, _CODE):
             self._code(name, value)
-        elif isinstance(value, dict) or value is os.environ:
+        elif isinstance(value, dict):
             self._values(name, value, Entry, lambda: list(value))
         elif isinstance(value, list | set | deque | bytearray | array.array):
             self._contents(name, value)
@@ -411,8 +410,6 @@ class Watch:
             for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
                 self._waiting.append((name, default, None))
             used, own = names_in(value.__code__), value.__globals__
-            if used.used & {"environ", "getenv"}:
-                self._waiting.append(("os.environ", os.environ, None))
             names = [n for n in used.outer if n in own or not hasattr(builtins, n)]
             self._values(value.__module__, own, Entry, names.copy, unique=value)
             self._values(name, value.__dict__, Entry, lambda: list(value.__dict__))

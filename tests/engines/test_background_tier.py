@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,10 +210,10 @@ def test_shapes_share_a_capture_and_programs_with_actions(place, disk, searches)
 def test_a_better_program_with_actions_serves_other_shapes(monkeypatch):
     """The background search at the largest shape leaves a program that others take."""
 
-    def search(graph: Any, budget: int, options: Any, progress: Any) -> Any:
+    def plan(graph: Any, budget: int, **_: Any) -> Any:
         return planner.plan(graph, budget, effort=0)
 
-    monkeypatch.setattr(shapes, "search", search)
+    monkeypatch.setattr(shapes, "planner", SimpleNamespace(plan=plan))
     torch.manual_seed(0)
     model = Gpt()
     limit = int(0.5 * plain_peak(model, gpt_batch(4, 90), gpt_loss))

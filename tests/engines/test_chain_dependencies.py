@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,7 +29,7 @@ class Settings:
 
 
 def scaled(x):
-    scale = SCALE * GAIN.get() * UNSET.get(1.0) * float(os.environ.get("SCALE", "1"))
+    scale = SCALE * GAIN.get() * UNSET.get(1.0)
     return x * scale * OPTIONS["gain"]
 
 
@@ -106,7 +105,6 @@ CHANGES = {
     "global function": functools.partial(set_global, name="scaled", value=lambda x: x * 7),
     "global dictionary": lambda run: OPTIONS.update(gain=2.0, new=1),
     "context": lambda run: GAIN.set(2.0),
-    "environment": lambda run: os.environ.update(SCALE="2"),
     "closure": lambda run: run.held.__setitem__(0, 3.0),
     "object": lambda run: setattr(run.settings, "bias", 3.0),
     "object's class": lambda run: setattr(Settings, "rate", 2.0),
@@ -143,7 +141,6 @@ def reset():
     """Undo what a change did outside of its model."""
     globals().update(SCALE=1.0, scaled=_SCALED)
     GAIN.set(1.0)
-    os.environ.pop("SCALE", None)
     OPTIONS.clear()
     OPTIONS["gain"] = 1.0
     Stage.kind, Stage.forward, Settings.rate = 1.0, _FORWARD, 1.0
