@@ -435,3 +435,7 @@ def test_a_second_order_gradient_of_a_model_that_retains_some_is_refused_in_word
     x = torch.randn(48, 64, requires_grad=True)
     with pytest.raises(RuntimeError, match="one that retains its gradient: use the plain model"):
         torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+    # Any later backward ends the meter of the step that was refused.
+    torch.ones((), requires_grad=True).backward()
+    with rotor.memory.meter("cpu"):
+        pass
