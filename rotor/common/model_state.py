@@ -111,12 +111,6 @@ class ModelState:
         self._lazy = [slot for slot in slots if is_lazy(core.value_in(slot))]
         self._managed = fsdp.managed(self._modules)
         self._recurrent = [m for m in self._modules if isinstance(m, nn.RNNBase)]
-        slots_of = [*map(vars, self._modules)]
-        own = [not is_library(kind.__module__) for kind in self._types]
-        attributes = [*compress(slots_of, own)]
-        registries = [slots[n] for slots in slots_of for n in core.HOOKS if n in slots]
-        self._sized = [*registries, *attributes]
-        self._flags = _flags_in(attributes, [*compress(self._types, own)])
 
     def _child_modules(self) -> list[tuple[nn.Module | None, ...]]:
         return list(map(tuple, map(_values_of, self._parents)))
@@ -203,6 +197,15 @@ class ModelState:
         """Return the training flag of every module."""
         return tuple([module.training for module in self._modules])
 
+    @cached_property
+    def _switching(self) -> tuple[list[Any], list[tuple[Mapping[str, Any], str]]]:
+        """Dictionaries whose sizes tell that code may have changed, and the places of flags."""
+        slots_of = [*map(vars, self._modules)]
+        own = [not is_library(kind.__module__) for kind in self._types]
+        attributes = [*compress(slots_of, own)]
+        registries = [slots[n] for slots in slots_of for n in core.HOOKS if n in slots]
+        return [*registries, *attributes], _flags_in(attributes, compress(self._types, own))
+
     def switches(self) -> tuple[Any, ...]:
         """Return what may turn other code of modules on, however it changes from step to step.
 
@@ -210,9 +213,10 @@ class ModelState:
         attributes of the user's modules, in their classes, or among global names that these use:
         its type, and the flag.
         """
-        values = [slots.get(name) for slots, name in self._flags]
+        sized, places = self._switching
+        values = [slots.get(name) for slots, name in places]
         flags = map(_FLAGS.get, map(id, values))
-        return tuple(map(len, self._sized)), tuple(map(type, values)), tuple(flags)
+        return tuple(map(len, sized)), tuple(map(type, values)), tuple(flags)
 
     def parameter_flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """Return flags of the parameters: which require gradients, and which have none yet."""

@@ -195,7 +195,8 @@ def find_stages(model: nn.Module, ranks: Ranks | None = None) -> list[Stage]:
             "the one before it returns (rotor.models has many), or wrap an nn.Sequential inside "
             "the model, such as model.features"
         )
-    whole = {name for name, module in model.named_modules() if core.has_hooks(module)}
+    named = model.named_modules(remove_duplicate=False)
+    whole = {name for name, module in named if core.has_hooks(module)}
     if ranks is not None:
         whole = whole.union(*ranks.exchange(whole))
     stages = list(_stages_of("", model, whole))
@@ -208,8 +209,7 @@ def _stages_of(prefix: str, module: nn.Module, whole: set[str]) -> Iterator[Stag
     # named_children() would drop a module that is used twice.
     for name, child in core.child_modules(module):
         dotted = f"{prefix}{name}"
-        is_whole = core.has_hooks(child) or dotted in whole
-        if is_plain_sequential(child) and not is_whole:
+        if is_plain_sequential(child) and dotted not in whole:
             yield from _stages_of(f"{dotted}.", child, whole)
         else:
             yield Stage([dotted], [child])
