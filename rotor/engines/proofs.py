@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -68,10 +69,7 @@ def gradients_before(
     """Return the function that puts gradients back; their copies are as of `host_copy`."""
     holders: list[tuple[Callable[[Any], None], tuple[Any, ...]]] = [
         *((p.put_gradients, p.gradients()) for p in sharded),
-        *(
-            (lambda given, one=tensor: setattr(one, "grad", *given), (tensor.grad,))
-            for tensor in plain
-        ),
+        *((partial(_put_gradient, tensor), (tensor.grad,)) for tensor in plain),
     ]
     with torch.no_grad():
         kept = [
@@ -87,6 +85,10 @@ def gradients_before(
             put(given)
 
     return put_back
+
+
+def _put_gradient(tensor: torch.Tensor, given: tuple[Any]) -> None:
+    (tensor.grad,) = given
 
 
 class Difference(NamedTuple):
