@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,14 +27,14 @@ LENGTHS = (30, 50, 90, 60, 50, 50, 40, 90, 50, 60)
 def poor_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the first search of a shape keep hardly anything."""
 
-    def search(graph: Any, budget: int, options: Any, progress: Any) -> Any:
+    def plan(graph: Any, budget: int, **_: Any) -> Any:
         try:
             planner.plan(graph, 1, effort="fast")
         except rotor.InfeasibleError as error:
             least = error.minimum_bytes
         return planner.plan(graph, min(least, budget), effort="fast")
 
-    monkeypatch.setattr(shapes, "search", search)
+    monkeypatch.setattr(shapes, "planner", SimpleNamespace(plan=plan))
 
 
 def trained(**options: Any) -> tuple[nn.Module, rotor.Checkpointable, int]:

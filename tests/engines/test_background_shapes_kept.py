@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from capture.test_shapes import Gpt, alike, gpt_batch, gpt_loss, plain_peak, ste
 import rotor
 from rotor.common import cache
 from rotor.engines.graph import improving, shapes
+from rotor.graph import planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:this step's memory was not measured")
 
@@ -33,13 +35,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Give the list of the searches for programs of a shape."""
     found: list[Any] = []
-    plain = shapes.search
 
-    def search(graph: Any, *rest: Any) -> Any:
+    def plan(graph: Any, budget: int, **options: Any) -> Any:
         found.append(graph)
-        return plain(graph, *rest)
+        return planner.plan(graph, budget, **options)
 
-    monkeypatch.setattr(shapes, "search", search)
+    monkeypatch.setattr(shapes, "planner", SimpleNamespace(plan=plan, curve=planner.curve))
     return found
 
 
