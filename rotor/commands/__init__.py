@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,13 @@ def check_pages(arguments: argparse.Namespace) -> None:
 def check_folders(arguments: argparse.Namespace) -> None:
     """Raise ValueError if the folder of an output is missing, or the file may not be written.
 
-    It checks before anything runs: runs may take minutes.
+    Files that the command reads may not, and none twice. It checks before anything runs: runs may
+    take minutes.
     """
     files = ["json", "html", "plot", "save", "trace"]
     if getattr(arguments, "announce", False):  # elsewhere --out is a folder, which is made
         files.append("out")
+    taken = dict.fromkeys(_files_read(arguments, files), "is read by this command")
     for name in files:
         path = getattr(arguments, name, None)
         if not isinstance(path, str) or path == "-":
@@ -165,6 +168,20 @@ def check_folders(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name} {path}: no permission to write it: name a file somewhere else"
             )
+        place = os.path.realpath(target)
+        if place in taken and (target.is_file() or not target.exists()):
+            raise ValueError(f"--{name} {path} {taken[place]}: name another file")
+        taken[place] = f"is the file of --{name} too"
+
+
+def _files_read(arguments: argparse.Namespace, outputs: Sequence[str]) -> Iterator[str]:
+    """Yield the files that arguments other than the outputs name: FILE, or FILE:NAME."""
+    for name, value in vars(arguments).items():
+        for text in value if isinstance(value, list) else [value]:
+            if name not in outputs and isinstance(text, str):
+                for path in {text, text.partition(":")[0]}:
+                    if os.path.isfile(path):
+                        yield os.path.realpath(path)
 
 
 def write_json(data: Any, target: str) -> None:
