@@ -132,6 +132,8 @@ class Metered:
     """Metered step whose figures another one has to confirm."""
     is_over: bool = field(default=False, repr=False)
     """True if a step needed more than the limit, and no other plan of the engine would help."""
+    lacks_room: bool = field(default=False, repr=False)
+    """True if the room for a step is less than it needs by now, and no plan was found that fits."""
     why: dict[str, str] = field(default_factory=dict, repr=False)
     """Engines that were asked for such steps, in order, and why each handed over; the last runs."""
 

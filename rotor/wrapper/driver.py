@@ -186,11 +186,11 @@ class Driver:
 
     # -- the limit
 
-    def limit_of(self, key: Key) -> int:
-        """Return the limit of a measured kind of step, planned now."""
+    def _device_of(self, key: Key) -> torch.device:
+        """Return the device of a measured kind of step."""
         device = self.order.of(key).device_of(key)
         assert device is not None
-        return self.limits.limit_on(device, self.context.latest)
+        return device
 
     def planned(self) -> Any:
         """Return the plan that ran last; raise ValueError before one."""
@@ -290,12 +290,8 @@ class Driver:
 
     def _make(self, key: Key, reserve_bytes: int = 0) -> Any:
         """Plan a measured kind of step."""
-        limit = self.limit_of(key)
-        try:
-            plan = self.order.of(key).plan(key, limit, reserve_bytes)
-        except InfeasibleError as error:
-            self.limits.explain(error, limit)
-            raise
+        make = partial(self.order.of(key).plan, key, reserve_bytes=reserve_bytes)
+        plan = self.limits.planned(make, self._device_of(key), self.context)
         # Ranks share the least of their limits.
         self.settings.limit_bytes = plan.limit_bytes
         self.limits.check(self.context, plan)
@@ -397,7 +393,8 @@ class Driver:
             )
         key = self.context.measured_key()
         # A kind of step taken over by another engine has no plan of the first one's form.
-        plan = engine.load(key, source, self.limit_of(key))
+        limit = self.limits.limit_on(self._device_of(key), self.context.latest)
+        plan = engine.load(key, source, limit)
         return self._install(key, plan).result
 
     # -- running
@@ -496,10 +493,11 @@ class Driver:
         is_stale = verdict is Verdict.REMEASURE
         if is_stale:
             plan = None
+        outgrown = None
         if plan is not None:
             plan.expect(self.context)
             if self.context.peers.ranks is None and self.limits.is_outgrown(plan):
-                plan = None
+                outgrown, plan = plan, None
                 del plans[key]
         wants_plan = plan is None or plan.verdict is not Verdict.KEEP
         wants_measure, wants_plan, is_lost = self.context.peers.settle(
@@ -527,9 +525,13 @@ class Driver:
                 plans.pop(key, None)
             key = self.context.refined(key)
             old, make = plans.get(key), partial(self._make, key)
-            plan = (
-                self._first(key, call) if old is None else self.order.owner(old).replan(old, make)
-            )
+            try:
+                if old is None:
+                    plan = self._first(key, call)
+                else:
+                    plan = self.order.owner(old).replan(old, make)
+            except InfeasibleError as error:
+                plan = self._install(key, self.limits.going_on(outgrown, error, self.context))
             warn_of_measuring(self.context, plan.limit_bytes, peak_bytes())
         if plan.verdict is Verdict.GIVE_UP:
             return self._ready(key, call, is_one_behind=is_one_behind)

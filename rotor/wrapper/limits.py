@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class Limits:
         if settings.mem_limit is not None and settings.total_limit is None:
             return False
         room = self.room
-        return room is not None and room.is_outgrown(plan)
+        return room is not None and not plan.lacks_room and room.is_outgrown(plan)
 
     def drop_outgrown(self, plans: dict[Key, Any]) -> bool:
         """Drop plans that are for other bytes than there are now; return whether one was."""
@@ -98,20 +99,52 @@ class Limits:
             del plans[key]
         return bool(outgrown)
 
+    def planned(self, make: Callable[[int], Any], device: torch.device, context: Context) -> Any:
+        """Return what `make` plans for the limit of a step on a device.
+
+        Planning itself takes from the room: it imports modules. So the sum is taken again after it.
+        """
+        limit = self.limit_on(device, context.latest)
+        try:
+            plan = make(limit)
+            if self.room is not None and context.peers.ranks is None:
+                limit = self.limit_on(device, context.latest)
+                plan = make(limit) if self.is_outgrown(plan) else plan
+            return plan
+        except InfeasibleError as error:
+            if self.room is not None:
+                self.limit_on(device, context.latest)
+            self.explain(error, limit)
+            raise
+
+    def going_on(self, plan: Any, error: InfeasibleError, context: Context) -> Any:
+        """Return an accepted plan for which there is no room any more, with a warning.
+
+        Raises the error where there is no such plan, and on an accelerator, whose allocator gives
+        nothing beyond a total.
+        """
+        if plan is None or plan.device.type != "cpu":
+            raise error
+        plan.lacks_room = True
+        context.warn("room", f"this step goes on by the plan that it has: {error.args[0]}")
+        return plan
+
     def explain(self, error: InfeasibleError, limit_bytes: int) -> None:
         """Add what is behind the limit that a step was given to the error that it does not fit."""
         if not error.minimum_bytes:
             return
         given, room, away = self._settings.mem_limit, self.room, self._settings.away
         least, text = max(error.minimum_bytes, limit_bytes + 1), error.args[0]
+        if limit_bytes <= 1:
+            given_bytes = exact_bytes(limit_bytes)
+            text = text.replace(f"a limit of {given_bytes}", given_bytes)
+            text = text.replace(f"in {given_bytes}", "in no bytes")
         found = None if room is None else room.latest
         if given is not None and (found is None or given - self.owned_bytes <= found.step_bytes):
             found = None
             if away is not None and (own := given - limit_bytes) > 0:
                 least = max(least, away.least_update_bytes()) + own
                 error.lower_bound_bytes += own
-                if limit_bytes < 0:
-                    text = text.replace(f"in {exact_bytes(limit_bytes)}", "in no bytes")
                 text = (
                     f"{text}. The limit, {exact_bytes(given)}, counts what the model keeps in "
                     f"memory too, {exact_bytes(own)}: in all, {exact_bytes(least)} would do"

@@ -287,6 +287,7 @@ PRIVATE_IN_TESTS = {
     "engines.test_background_generous": ["_core"],
     "algorithms.test_chain": ["_core"],
     "wrapper.test_checksums": ["common.checksums"],
+    "wrapper.test_total_on_the_cpu": ["_core"],
     "devices.test_devices": ["_pytorch.devices"],
     "dynamic.test_dtr_guard": ["_pytorch.dispatch", "_pytorch.pointers", "dtr.recall"],
     "dynamic.test_dtr_handler": [
