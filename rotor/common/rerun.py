@@ -286,13 +286,15 @@ class Rerun:
     def is_wanted(
         self,
         given: Iterable[torch.Tensor | None],
+        leaves: Iterable[torch.Tensor | None],
         *,
         repeats: bool = False,
         has_changed: bool = False,
     ) -> bool:
         """Return whether the running backward is one that a plan cannot give.
 
-        `given` are the gradients of the part's outputs; with `repeats` the plan keeps what a second
+        `given` are the gradients of the outputs of the running node, which makes those of `leaves`,
+        parameters and others; with `repeats` the plan keeps what a second
         backward needs; with `has_changed` its code reads other values than in the forward. Raises
         RuntimeError if this is half of the backward of a pipeline's stage, or if the graph was not
         kept for it.
@@ -304,8 +306,7 @@ class Rerun:
                 "retain_graph=True to the first backward"
             )
         keeps = core.keeps_graph()
-        parameters = self._unit.read_parameters()
-        is_split = keeps and core.splits_backward(p for p in parameters if p is not None)
+        is_split = keeps and self._splits_backward(leaves)
         if is_split and backwards.in_split_backward():
             raise RuntimeError(SPLIT_BACKWARD)
         is_used, self._is_over = self._is_left or (self._is_used and not repeats), not keeps
@@ -326,6 +327,12 @@ class Rerun:
         if self._is_over and not is_wanted:
             self._drop()
         return is_wanted
+
+    def _splits_backward(self, leaves: Iterable[torch.Tensor | None]) -> bool:
+        """Return whether the running backward leaves gradients of parameters to another one."""
+        own = set(map(id, leaves))
+        parameters = self._unit.read_parameters()
+        return core.splits_backward(p for p in parameters if p is not None and id(p) in own)
 
     def _drop(self) -> None:
         """Drop the arguments and states: no other backward comes."""

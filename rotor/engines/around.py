@@ -88,7 +88,9 @@ class _Part:
         self._by_levels = bool(self._inner) and self._is_asked()
         has_changed |= self._by_levels
         repeats = token is not None
-        self._is_wanted = self._rerun.is_wanted(given, repeats=repeats, has_changed=has_changed)
+        self._is_wanted = self._rerun.is_wanted(
+            given, map(present, self._leaves), repeats=repeats, has_changed=has_changed
+        )
         if token is not None:
             token.is_passed = self._is_wanted
 

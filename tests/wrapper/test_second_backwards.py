@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -255,3 +256,29 @@ def test_hooks_of_each_stage_are_called_as_often_as_in_plain_pytorch(
             assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
         else:
             assert wanted is None or torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("engine", ["chain", "auto", "graph", "dynamic"])
+@pytest.mark.parametrize("limit", [280_000, 320_000, 360_000])
+@pytest.mark.parametrize("asked", [[0], [10], [0, 10]])
+def test_gradients_of_some_weights_and_the_input_may_be_asked_for_first(
+    asked: list[int], limit: int, engine: str
+) -> None:
+    """Whether a plan's stages, or those after them, have these weights."""
+
+    def step(net: nn.Module, model: nn.Module, number: int) -> list[torch.Tensor]:
+        torch.manual_seed(number)
+        x = torch.randn(256, 32, requires_grad=True)
+        model.zero_grad()
+        loss = model(x).square().mean()
+        weights = [net[i].weight for i in asked]
+        first = torch.autograd.grad(loss, [*weights, x], retain_graph=True)
+        loss.backward()
+        return [*first, x.grad, *[p.grad for p in net.parameters()]]
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())])
+    plain = copy.deepcopy(net)
+    model = rotor.Checkpointable(net, mem_limit=limit, engine=engine)
+    for number in range(2):
+        assert all(map(torch.equal, step(net, model, number), step(plain, plain, number)))

@@ -327,7 +327,11 @@ class BudgetedStep:
         edges = self._edges or []
         roots = [k for k, gradient in enumerate(gradients) if gradient is not None]
         rerun = self._rerun
-        if roots and rerun and rerun.is_wanted(gradients, repeats=self._edges is not None):
+        if (
+            roots
+            and rerun
+            and rerun.is_wanted(gradients, self._theirs, repeats=self._edges is not None)
+        ):
             made_again = rerun.gradients(self._results_again, gradients, self._theirs, self._mine)
             return [made_again.pop(id(tensor), None) for tensor in self._theirs]
         if roots and (torch.is_grad_enabled() or self._edges is None):
