@@ -31,7 +31,6 @@ import rotor
 from rotor.common.accounting import HANDOVERS
 from rotor.engines.graph.code.early import EarlyCode
 from rotor.engines.graph.code.handover import with_handovers
-from rotor.engines.graph.costs.profile import Cost
 
 SMALL_BYTES = 2048
 
@@ -118,8 +117,7 @@ def check_random_programs(seed):
     most = 1
     for k, drop in enumerate((0.0, 0.3, 1.0)):
         existing = wanted[k % 2 :: 2] if k else wanted
-        free = [Cost(0, 0)] * len(lowered.tasks)
-        with_them, _ = with_handovers(lowered, free, existing)
+        with_them, _ = with_handovers(lowered, existing)
         code = EarlyCode.of(with_them, random_program(with_them, seed + k, drop))
         most = max(most, len(code.groups))
         model.load_state_dict(start)

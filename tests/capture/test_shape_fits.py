@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from rotor.engines.graph.capture import Capture, fresh
-from rotor.engines.graph.costs.profile import Cost, keys_of
-from rotor.engines.graph.costs.symbols import Fits, Point, Sizes, at, origin_values
+from rotor.engines.graph.costs.profile import keys_of
+from rotor.engines.graph.costs.symbols import AnySize, Fits, Point, at, origin_values
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_a_graph_with_symbols_is_that_of_each_shape():
     x = torch.randn(4, 3, 20, 30)
     found = Capture(fresh(call)).reach(module, x, symbolic=[(x, d) for d in (0, 2, 3)])
     lowered = found.captured.lowered
-    sizes = Sizes(lowered, CPU)
+    sizes = AnySize(lowered, CPU, None, {})
     assert len(lowered.symbols) == 3
     for shape in ((4, 3, 20, 30), (2, 3, 33, 17), (7, 3, 24, 41)):
         given = torch.randn(shape)
@@ -41,19 +41,19 @@ def test_a_graph_with_symbols_is_that_of_each_shape():
             else:
                 values.append(shape[(4, 3, 20, 30).index(primals[place])])
         alone = Capture(fresh(call)).reach(module, given).captured.lowered
-        storages, _, _ = sizes.of(values)
+        storages, _, _ = sizes.of(tuple(values))
         assert storages.tolist() == [size for size, _ in alone.storages]
         concrete = at(lowered, storages.tolist(), values)
         assert keys_of(concrete, CPU) == keys_of(alone, CPU)
-    assert origin_values(lowered, found.primals) == [
+    assert origin_values(lowered, found.primals) == tuple(
         int(p) if d is None else p.shape[d]
         for p, d in [(found.primals[k], d) for k, d in lowered.symbols.values()]
-    ]
+    )
 
 
 def point(values, ns, workspace, work) -> Point:
-    costs = [Cost(a, b) for a, b in zip(ns, workspace, strict=True)]
-    return Point.of(values, costs, np.array(work), np.array(work))
+    amounts = np.array(work, dtype=np.float64)
+    return Point(values, np.array(ns, dtype=np.float64), np.array(workspace), amounts, amounts)
 
 
 def test_times_follow_the_work():
@@ -74,7 +74,7 @@ def test_workspaces_are_bounded_from_above():
     fits.add(point((20,), [1, 1, 1], [0, 1_000, 400], [200, 200, 200]))
 
     def bound(value: int) -> list[int]:
-        return fits.workspaces([value], np.full(3, 10.0 * value)).tolist()
+        return fits.workspaces((value,), np.full(3, 10.0 * value)).tolist()
 
     assert bound(10) == [0, 1_000, 100]
     assert bound(15) == [0, 1_000, 400]

@@ -15,8 +15,8 @@ from versions import FEW_GRAPHS
 from zoo.models import Row
 
 import rotor
-from rotor.engines.graph import capture, engine, sizing
-from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.graph import capture, engine
+from rotor.engines.graph.captured_step import CapturedStep
 from rotor.errors import InfeasibleError
 from rotor.meter import allocator as memory
 
@@ -174,8 +174,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(lowered.tasks))
         return price(source, lowered, *args, **kwargs)
 
-    for module in (engine, sizing):
-        monkeypatch.setattr(module, "price", counted)
+    monkeypatch.setattr(engine, "price", counted)
     return found
 
 
@@ -220,8 +219,8 @@ def test_one_capture_serves_every_shape(name: str, profiled: list[int]) -> None:
         ran.append(plan.step)
         if number == 1:
             measurements = len(profiled)
-    assert not isinstance(ran[0], ShapeStep)
-    assert all(isinstance(one, ShapeStep) for one in ran[1:])
+    assert not ran[0].shares_shapes
+    assert all(one.shares_shapes for one in ran[1:])
     assert len({id(one.captured) for one in ran}) == 2
     assert len(profiled) == measurements
     assert any(plan.recomputed for plan in chk.plans.values())
@@ -264,7 +263,7 @@ def test_a_constant_size_is_captured_for_each_and_named() -> None:
     text = chk.report()
     assert "dimension 1 of x is the constant 5" in text
     assert "each further shape is captured alone" in text
-    assert not any(isinstance(one, ShapeStep) for one in [p.step for p in chk.plans.values()])
+    assert not any(one.shares_shapes for one in [p.step for p in chk.plans.values()])
 
 
 def test_a_batch_that_a_shared_graph_has_seen_is_captured_alone() -> None:
@@ -278,7 +277,7 @@ def test_a_batch_that_a_shared_graph_has_seen_is_captured_alone() -> None:
         batch = cnn_batch(*size)
         step(first, batch, cnn_loss)
     assert alike(step(second, batch, cnn_loss), step(copy.deepcopy(model), batch, cnn_loss))
-    assert not isinstance(second.graph_plan().step, ShapeStep)
+    assert not second.graph_plan().step.shares_shapes
 
 
 class TwoOutputs(nn.Module):
@@ -302,7 +301,7 @@ def test_an_unused_output_has_the_size_of_each_shape() -> None:
             for candidate in (chk, model)
         )
         assert alike(found, expected), length
-    assert isinstance(chk.graph_plan().step, ShapeStep)
+    assert chk.graph_plan().step.shares_shapes
 
 
 class Broken(nn.Module):
@@ -379,13 +378,13 @@ class OwnLoss(Gpt):
 @pytest.mark.slow
 def test_the_largest_shape_that_fits_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    largest_fitting = ShapeStep.largest_fitting
+    largest_fitting = CapturedStep.largest_fitting
 
     def counted(*args: Any) -> Any:
         looked.append(args)
         return largest_fitting(*args)
 
-    monkeypatch.setattr(ShapeStep, "largest_fitting", counted)
+    monkeypatch.setattr(CapturedStep, "largest_fitting", counted)
     # No backward ran: the gradient of the second output may not come.
     torch.manual_seed(0)
     chk = rotor.Checkpointable(OwnLoss(), engine="graph", effort="fast", mem_limit="1 GB")

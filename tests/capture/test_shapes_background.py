@@ -13,8 +13,7 @@ from capture.test_shapes import Gpt, alike, gpt_batch, gpt_loss, plain_peak, ste
 from torch import nn
 
 import rotor
-from rotor.engines.graph import shapes
-from rotor.engines.graph.shapes import ShapeStep
+from rotor.engines.graph import captured_step
 from rotor.graph import planner
 from rotor.meter import allocator as memory
 
@@ -34,7 +33,7 @@ def poor_start(monkeypatch: pytest.MonkeyPatch) -> None:
             least = error.minimum_bytes
         return planner.plan(graph, min(least, budget), effort="fast")
 
-    monkeypatch.setattr(shapes, "planner", SimpleNamespace(plan=plan))
+    monkeypatch.setattr(captured_step, "planner", SimpleNamespace(plan=plan))
 
 
 def trained(**options: Any) -> tuple[nn.Module, rotor.Checkpointable, int]:
@@ -77,7 +76,7 @@ def test_a_search_at_the_largest_shape_serves_the_others(poor_start: None) -> No
         slowdowns.setdefault(length, []).append(plan.program.slowdown)
         executor.run()
     assert max(peaks) <= limit
-    assert all(isinstance(plan.step, ShapeStep) for plan in chk.plans.values())
+    assert all(plan.step.shares_shapes for plan in chk.plans.values())
     steps = {id(plan.step.operations) for plan in chk.plans.values()}
     assert len(steps) == 1
     assert slowdowns[90][-1] < slowdowns[90][0] - 0.01

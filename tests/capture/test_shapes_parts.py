@@ -76,7 +76,7 @@ def test_parts_share_a_capture_and_programs(captured: list[Any]) -> None:
     # The whole model is tried first; then the first shape is captured alone.
     assert counts[1:] == [counts[1]] * 5
     assert len({id(kind.captured) for kind in kinds}) == 1
-    assert len({kind.step.values for kind in kinds}) == 4
+    assert len({kind.values for kind in kinds}) == 4
     assert [kind.is_carried for kind in kinds] == [False, True, True, True, False]
 
 

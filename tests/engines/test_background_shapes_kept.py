@@ -15,7 +15,7 @@ from capture.test_shapes import Gpt, alike, gpt_batch, gpt_loss, plain_peak, ste
 
 import rotor
 from rotor.common import cache
-from rotor.engines.graph import improving, shapes
+from rotor.engines.graph import captured_step, improving
 from rotor.graph import planner
 
 pytestmark = pytest.mark.filterwarnings("ignore:this step's memory was not measured")
@@ -40,7 +40,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(graph)
         return planner.plan(graph, budget, **options)
 
-    monkeypatch.setattr(shapes, "planner", SimpleNamespace(plan=plan, curve=planner.curve))
+    monkeypatch.setattr(captured_step, "planner", SimpleNamespace(plan=plan, curve=planner.curve))
     return found
 
 

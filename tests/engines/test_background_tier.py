@@ -16,9 +16,8 @@ from joint_programs import MemoryTier
 from tiers.test_tier_plans import with_link
 
 import rotor
-from rotor.engines.graph import improving, shapes
+from rotor.engines.graph import captured_step, improving
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.shapes import ShapeStep
 from rotor.graph import planner
 from rotor.meter import allocator as memory
 
@@ -199,7 +198,7 @@ def test_shapes_share_a_capture_and_programs_with_actions(place, disk, searches)
         assert plan.predicted_bytes <= limit
         if len(plan.program.actions) > len(plan.program.ops):
             moved.add(length)
-    assert all(isinstance(plan.step, ShapeStep) for plan in chk.plans.values())
+    assert all(plan.step.shares_shapes for plan in chk.plans.values())
     assert len({id(plan.step.operations) for plan in chk.plans.values()}) == 1
     assert {90, 70, 64} <= moved
     # Some shapes take programs that others have left.
@@ -213,7 +212,7 @@ def test_a_better_program_with_actions_serves_other_shapes(monkeypatch):
     def plan(graph: Any, budget: int, **_: Any) -> Any:
         return planner.plan(graph, budget, effort=0)
 
-    monkeypatch.setattr(shapes, "planner", SimpleNamespace(plan=plan))
+    monkeypatch.setattr(captured_step, "planner", SimpleNamespace(plan=plan))
     torch.manual_seed(0)
     model = Gpt()
     limit = int(0.5 * plain_peak(model, gpt_batch(4, 90), gpt_loss))

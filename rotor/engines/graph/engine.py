@@ -33,23 +33,24 @@ from rotor.engines.graph.calls import captured_key, check_arguments, gives_plain
 from rotor.engines.graph.capture import Capture, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.choosing import Choices, choose_groups
-from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.emit import Emitted
-from rotor.engines.graph.code.handover import Away
 from rotor.engines.graph.code.numbers import ModelNumbers
 from rotor.engines.graph.code.pricing import build_graph
+from rotor.engines.graph.costs.profile import Cost
 from rotor.engines.graph.costs.recorded import MEASURED, price, source_of
 from rotor.engines.graph.improving import Improver
 from rotor.engines.graph.making import loaded_plan, make_graph_plan
 from rotor.engines.graph.planned import GraphPlan, lower_bound_of
-from rotor.engines.graph.shapes import ShapeStep
 from rotor.engines.graph.sizing import (
+    Family,
     Sizing,
     kind_of,
+    made_step,
     note_reads,
     warn_unrepeatable,
 )
 from rotor.engines.graph.tracing.fetches import groups_of
+from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.engines.learning import MeteredEngine, plan_with_guess
 from rotor.engines.proofs import StepProof
 from rotor.errors import CaptureError, InfeasibleError
@@ -166,12 +167,9 @@ class GraphEngine(MeteredEngine):
             self.sizing.captured_separately(key, arguments, reason)
         elif self.follows_shapes:
             make = partial(self._new_capture, self._backend(key))
-            step = self.sizing.step(key, loss_fn, arguments, call, make, self.steps)
+            reached = self.sizing.reach(key, loss_fn, arguments, make)
+            step = None if reached is None else self._of_any_size(key, reached, call)
             if step is not None:
-                for measured, known in self.steps.items():
-                    if known.shares_shapes:
-                        self.improver.forget(measured)
-                note_reads(self.context, key, step.captured, call)
                 return step
         begun = time.thread_time()
         with progress(1, "capturing the model"):
@@ -197,7 +195,7 @@ class GraphEngine(MeteredEngine):
             compiled = partial(self._captured, loss_fn, call, numbers, "inductor")
             taken = self.choices.of(kind, taken, self.context.device_of(call), compiled)
         self.improver.count_capture(begun)
-        return self._profiled(key, *taken, call, loss_captured=loss_fn is not None)
+        return self._profiled(key, *taken, call)
 
     def _backend(self, key: Key) -> str:
         """Return what runs a kind of step: operators too, before the choice of "auto"."""
@@ -255,39 +253,77 @@ class GraphEngine(MeteredEngine):
             release(refused)
         return capture, found
 
+    def _of_any_size(self, key: Key, found: Unplanned, call: Call) -> CapturedStep | None:
+        """Return the step of a call that was captured with symbols; None if no graph holds."""
+        family = self.sizing.families[kind_of(key.measured)]
+        assert family.capture is not None
+        try:
+            step = self._profiled(key, family.capture, found, call, family)
+        except CaptureError as error:
+            # A kernel cannot be compiled for all sizes.
+            family.refusal = str(error).splitlines()[-1]
+            family.separate_count += 1
+            release(error)
+            return None
+        for measured, known in self.steps.items():
+            if known.shares_shapes:
+                self.improver.forget(measured)
+        return step
+
     def _profiled(
-        self, key: Key, capture: Capture, found: Unplanned, call: Call, *, loss_captured: bool
+        self,
+        key: Key,
+        capture: Capture,
+        found: Unplanned,
+        call: Call,
+        family: Family | None = None,
     ) -> CapturedStep:
-        source, lowered = self.settings.profile, found.captured.lowered
+        """Return the measured step of a captured call; with a family, of a graph for any size."""
+        settings, lowered = self.settings, found.captured.lowered
         collectives = (lowered.tasks[k].node for k in lowered.collectives)
         NeedsPeers.check(groups_of(collectives), self.context.peers.members)
-        device = self.context.device_of(call)
-        arguments = (*call.arguments, call.targets)
-        with self.context.shells():
-            slots = self.context.structure.parameters
-            owners = owners_of(lowered, found.primals, slots, arguments)
+        device, source = self.context.device_of(call), settings.profile
         if self.primals is not None:
             self.primals[:] = found.primals
-        try:
-            if self.settings.backend == "auto":
-                choose_groups(lowered, device, found.primals)
+
+        def priced(plain: Lowered) -> list[Cost]:
+            if settings.backend == "auto":
+                choose_groups(plain, device, found.primals)
+                for task, one in zip(lowered.tasks, plain.tasks, strict=True):
+                    if task.node is not None and one.node is not None:
+                        task.node.target = one.node.target
+            known = (plain, device, found.primals)
             with progress(1, "measuring the operations") as update:
-                if source == MEASURED and self._is_improving():
-                    known = (lowered, device, found.primals)
-                    costs = self.improver.price(key, *known, call, update)
-                else:
-                    costs = price(source, lowered, device, found.primals, progress=update)
+                if source == MEASURED and family is None and self._is_improving():
+                    return self.improver.price(key, *known, call, update)
+                return price(source, *known, progress=update)
+
+        try:
+            step = None if family is None else family.step_of(found)
+            is_new = step is None
+            step = step or made_step(
+                CapturedStep,
+                capture,
+                found,
+                self.context.structure.parameters,
+                (*call.arguments, call.targets),
+                device,
+                priced,
+                settings.away,
+                family,
+                loss_captured=self.context.loss_of(call) is not None,
+                planned_for="" if source == MEASURED else source.device,
+                verifies=settings.verify != "off",
+                counts=settings.counts,
+                offload=settings.offload,
+                # Without better plans later a seed decides alone: no programs are read from disk.
+                keeps_orders=family is not None and self.context.may_improve_plans(),
+            )
         finally:
             found.drop()
-        warn_unrepeatable(self.context, [lowered])
-        planned_for = "" if source == MEASURED else source.device
-        step = CapturedStep(
-            capture, found.captured, costs, device, loss_captured, planned_for, owners
-        )
-        step.verifies = self.settings.verify != "off"
-        step.counts = self.settings.counts
-        step.offload = self.settings.offload
-        step.away = Away.of(self.settings.away, lowered, owners, self.context.structure.parameters)
+        if is_new:
+            warn_unrepeatable(self.context, [lowered])
+            self.sizing.add(key, step, self.steps)
         self.steps[key.measured] = step
         note_reads(self.context, key, found.captured, call)
         return step
@@ -497,13 +533,12 @@ class GraphEngine(MeteredEngine):
         except Unplanned as reached:
             # A Python value that the code depends on has changed: the call needs another graph.
             cancel_running()
-            loss_captured = plan.step.loss_captured
             step = self.sizing.reached(plan.key, reached)
             if step is not None:
                 self.steps[plan.key.measured] = step
                 raise PlanAgain from reached
             taken = self._with_numbers(plan, call) or (capture, reached)
-            self._profiled(plan.key, *taken, call, loss_captured=loss_captured)
+            self._profiled(plan.key, *taken, call)
             raise PlanAgain from reached
         except CaptureError as error:
             values = PlainValues.of(plan.key.measured)
@@ -567,7 +602,7 @@ class GraphEngine(MeteredEngine):
         """Compare a metered step with its plan, for the plans of other shapes too."""
         is_first = plan.awaits_meter
         super().learn(plan, step)
-        if is_first and isinstance(plan.step, ShapeStep):
+        if is_first and plan.step.shares_shapes:
             predicted = max(plan.predicted_bytes, self.repriced(plan))
             plan.step.note_excess(step.peak_bytes - predicted)
 

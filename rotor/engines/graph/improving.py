@@ -30,9 +30,9 @@ from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.costs.glance import Refinement, glance
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.repeating import keep_from_now_on, keep_unrepeatable
+from rotor.engines.graph.costs.symbols import Values
 from rotor.engines.graph.planned import GraphPlan, PlanningRecord
 from rotor.engines.graph.searching import Kept, Known, Order, options_number, program_of
-from rotor.engines.graph.shapes import ShapeStep, Values
 from rotor.engines.graph.sizing import Families
 from rotor.engines.graph.tracing.alike import own_slots
 from rotor.engines.graph.tracing.lowering import Lowered
@@ -356,7 +356,7 @@ class Improver:
         if plan.engine != GraphPlan.engine:
             return plan
         step = plan.step
-        if isinstance(step, ShapeStep) and self.is_on() and not plan.is_refuted:
+        if step.shares_shapes and self.is_on() and not plan.is_refuted:
             # Plans count on another speed of a tier after steps have shown it.
             search = self._searches.setdefault((step.operations, step.link), _Search())
             target = search.targets.setdefault(step.values, _Target(plan, step.link))
@@ -470,7 +470,7 @@ class Improver:
         gain = 1 - found.time_ns / max(before.time_ns, 1)
         if gain < _LEAST_GAIN:
             plan.graph, plan.program = found.graph, before
-        elif isinstance(step, ShapeStep):
+        elif step.shares_shapes:
             target.own_bytes = step.bytes_beside(found, plan.limit_bytes)
             step.learn_program(found)
             search.found += 1
@@ -484,7 +484,7 @@ class Improver:
     def _compare(self, search: _Search, target: _Target) -> None:
         """Take the fastest program that is now known for every shape, if it is better and fits."""
         plan, step = target.plan, target.plan.step
-        if not isinstance(step, ShapeStep) or target.seen == search.found:
+        if not step.shares_shapes or target.seen == search.found:
             return
         target.seen = search.found
         graph = step.graph(plan.loss_bytes)
@@ -523,8 +523,7 @@ class Improver:
         new.warned_bytes, new.sparse_bytes = old.warned_bytes, old.sparse_bytes
         new.planning.improved += 1
         new.key = old.key
-        if isinstance(new.step, ShapeStep):
-            new.step.adopt(new)
+        new.step.adopt(new)
         self.context.plans[new.key] = new
         if self.context.latest is old:
             self.context.latest = new
@@ -561,11 +560,9 @@ class Improver:
         """End all searches, and drop all programs: the limit or an option has changed."""
         for place in list(self._searches):
             self._end(place)
-        for step in self._steps.values():
-            step.capture.forget_programs()
-        for family in self._families.values():
-            for graph in family.graphs:
-                graph.forget_programs()
+        shared = [step for family in self._families.values() for step in family.graphs]
+        for step in (*self._steps.values(), *shared):
+            step.forget_programs()
 
     def _end(self, place: Any) -> None:
         search = self._searches.pop(place)

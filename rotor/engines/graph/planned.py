@@ -23,6 +23,7 @@ from rotor.engines.graph.code.emit import Emitted, emit
 from rotor.engines.graph.code.offloading import Layout
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
+from rotor.engines.graph.searching import Entry
 from rotor.engines.graph.tracing import rewrite
 from rotor.engines.proofs import StepProof
 from rotor.graph import planner
@@ -88,14 +89,13 @@ class GraphPlan(Metered):
     """Share of recomputation above which another engine's plan is better; ``None`` for any."""
     is_beaten: bool = field(default=False, repr=False)
     """True if the search has ended, and more than that share is recomputed."""
-    _emitted: Emitted | None = field(default=None, repr=False)
-    _early: dict[bool, EarlyCode] = field(default_factory=dict, repr=False)
-    """Code that a consumer of single gradients gets: of verified steps, and of others."""
-    _verified: tuple[Emitted, Prover] | None = field(default=None, repr=False)
+    entry: Entry = field(init=False, repr=False)
+    """Code of the program."""
     _known: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._known = len(self.step.captured.lowered.unrepeatable)
+        self.entry = self.step.entry(self.program.actions)
         self.verify = "first" if self.step.verifies else "off"
         if self.step.counts == "reserved":
             self.reserving = Reserving()
@@ -138,17 +138,15 @@ class GraphPlan(Metered):
 
     def take_code(self, old: GraphPlan) -> None:
         """Take over the functions of another plan of the same program."""
-        is_same = old.step is self.step and old.program == self.program
-        if is_same:
-            self._emitted, self._early, self._verified = old._emitted, old._early, old._verified
+        if old.step is self.step and old.program == self.program:
+            self.entry = old.entry
 
     @property
     def emitted(self) -> Emitted:
         """Functions that run the program, made when they are first needed."""
-        if self._emitted is None:
-            numbers = self.program.actions.tolist()
-            self._emitted = self.step.code(numbers, self.layout)
-        return self._emitted
+        if self.entry.code is None:
+            self.entry.code = self.step.code(self.program.actions.tolist(), self.layout)
+        return self.entry.code
 
     @functools.cached_property
     def layout(self) -> Layout | None:
@@ -223,9 +221,9 @@ class GraphPlan(Metered):
         if proof is None:
             code = self.emitted
         else:
-            if self._verified is None:
-                self._verified = self.step.verified(self.program.actions, self._verified_code)
-            code, prover = self._verified
+            if self.entry.verified is None:
+                self.entry.verified = self._verified_code()
+            code, prover = self.entry.verified
             prover.prepare(proof)
         code.prepare()
         if self.layout is not None:
@@ -253,18 +251,14 @@ class GraphPlan(Metered):
         whole = self.step.captured.lowered
         # What is away has to leave in every step: nothing else takes it to its home.
         if self.step.hands_over and self.step.away is None:
-            number = {id(task): k for k, task in enumerate(whole.tasks)}
-            costs = dict(zip(map(id, lowered.tasks), self.step.costs, strict=True))
-            others = {
-                k: number[id(task)] for k, task in enumerate(lowered.tasks) if id(task) in number
-            }
+            origins = enumerate(self.step.operations.origins)
+            others = {k: number for k, number in origins if isinstance(number, int)}
             held = renumbered(actions, len(lowered.tasks), others)
-            graph = build_graph(whole, [costs[id(t)] for t in whole.tasks], self.loss_bytes)
-            program = simulate(graph, held, self.program.link)
+            costs = [self.step.costs[k] for k in others]
+            program = simulate(build_graph(whole, costs, self.loss_bytes), held, self.program.link)
             if program.peak_bytes + self.executor_bytes <= self.limit_bytes:
                 prover = Prover(whole, whole)
-                known = [costs[id(t)] for t in whole.tasks]
-                pooling = self.step.pooling(whole, known)
+                pooling = self.step.pooling(whole, costs)
                 return emit(whole, held, (), prover, self.layout, pooling), prover
         prover = Prover(lowered, whole)
         return self.step.code(actions, self.layout, prover), prover
@@ -275,21 +269,21 @@ class GraphPlan(Metered):
         With `spread`, a consumer waits for new gradients too.
         """
         step = self.step
-        is_verified = code is not self._emitted
+        is_verified, early = code is not self.entry.code, self.entry.early
         if step.owners is None or not spread or (is_verified and step.hands_over):
             return code
-        if is_verified not in self._early:
+        if is_verified not in early:
             lowered, numbers = step.lowered, self.program.actions.tolist()
             # No gradient leaves before its proof, and a consumer learns from their order.
-            self._early[is_verified] = (
+            early[is_verified] = (
                 EarlyCode.in_order(code, lowered, numbers)
                 if is_verified
                 else EarlyCode.of(
                     lowered, numbers, spread=True, layout=self.layout, pooling=step.pooling()
                 )
             )
-        self._place(self._early[is_verified])
-        return self._early[is_verified]
+        self._place(early[is_verified])
+        return early[is_verified]
 
 
 def lower_bound_of(step: CapturedStep, graph: Graph, limit_bytes: int) -> int:

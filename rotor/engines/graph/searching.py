@@ -1,4 +1,7 @@
-"""Programs that earlier runs of a script have found.
+"""Programs of captured steps: those that shapes share, and those of earlier runs of a script.
+
+A program is an order in which a graph's operations run, at any shape: it carries over from one to
+others.
 
 Programs and reserves are kept on disk by the graph. Its fingerprint covers its operations, the
 layouts of their arguments, the storages, the device, PyTorch's version and the number of threads. A
@@ -11,7 +14,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,12 +24,18 @@ from torch import fx
 
 from rotor._pytorch import core
 from rotor.common import cache
-from rotor.engines.graph.costs.profile import environment_of, keys_of
+from rotor.common.checksums import Proved
+from rotor.engines.graph.code.early import EarlyCode
+from rotor.engines.graph.code.emit import Emitted
+from rotor.engines.graph.code.handover import Away, with_handovers
+from rotor.engines.graph.code.proving import Prover
+from rotor.engines.graph.costs.profile import Cost, environment_of, keys_of
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import InvalidSequenceError
 from rotor.graph.graph import Graph
 from rotor.graph.link import Link
 from rotor.graph.program import Program
+from rotor.graph.resizing import Resizing
 
 Order = npt.NDArray[np.int32]
 
@@ -37,6 +46,7 @@ _LOSS = "loss"
 _FIELDS = 5
 _DIGITS = 3
 _WITH_TIER = " with a tier"
+_MOST_PROGRAMS = 32
 
 
 def options_number(options: Mapping[str, Any], link: Link | None = None) -> int:
@@ -191,3 +201,67 @@ class KnownOrders:
         self._next += 1
         self._rows[name] = row
         cache.store(_ORDERS, self._environment, {name: row})
+
+
+@dataclass
+class Entry:
+    """Program of a captured step, and the code that runs it; steps of other shapes share both."""
+
+    actions: Order
+    code: Emitted | None = None
+    """Functions that run it; None before they are needed."""
+    early: dict[bool, EarlyCode] = field(default_factory=dict)
+    """Code that a consumer of single gradients gets: of verified steps, and of others."""
+    verified: tuple[Emitted, Prover] | None = None
+    """Functions with comparisons, and their prover."""
+    proved: Proved = field(default_factory=Proved)
+    """Results of verified steps."""
+    own: dict[int, int] = field(default_factory=dict)
+    """Bytes kept beside the storages, by limit."""
+    used: int = 0
+    """Number of the last choice of the program."""
+    total: int = 0
+    """Bytes of all storages at the shape for which it was searched."""
+    link: Link | None = None
+    """Link to a second tier with which it was searched for."""
+
+
+class Operations:
+    """Operations of a captured step for one set of existing gradients, and their programs."""
+
+    resizing: Resizing
+    """Source of cost models; there is one only where shapes share the operations."""
+    known: KnownOrders | None = None
+    """Programs on disk; ``None`` if none are read or kept."""
+
+    def __init__(self, lowered: Lowered, existing: frozenset[int], away: Away | None) -> None:
+        self.lowered = lowered
+        self.origins: list[int | Cost] = list(range(len(lowered.tasks)))
+        """For each operation its number in the captured graph, or the cost of one that it lacks."""
+        if existing:
+            self.lowered, self.origins = with_handovers(lowered, existing, away)
+        self.programs: dict[bytes, Entry] = {}
+        self._choices = 0
+        self.entry(range(len(self.lowered.tasks)))
+
+    def costs(self, costs: Sequence[Cost]) -> list[Cost]:
+        """Return the costs of its operations, from those of the captured graph's."""
+        return [one if isinstance(one, Cost) else costs[one] for one in self.origins]
+
+    def entry(self, actions: Sequence[int] | Order) -> Entry:
+        """Return a program's entry, made if it is new."""
+        order = np.asarray(actions, dtype=np.int32)
+        key = order.tobytes()
+        if key not in self.programs:
+            self.programs[key] = Entry(order)
+        found = self.programs[key]
+        self._choices += 1
+        found.used = self._choices
+        return found
+
+    def prune(self) -> None:
+        """Drop the programs that were not chosen for longest."""
+        while len(self.programs) > _MOST_PROGRAMS:
+            # The first program, which runs every operation once, is always kept.
+            oldest = min(list(self.programs)[1:], key=lambda key: self.programs[key].used)
+            del self.programs[oldest]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,21 +14,16 @@ from torch import nn
 
 from rotor._pytorch import core, symbols
 from rotor.common.calls import PlainValues, leaf_expressions
-from rotor.common.frames import release
 from rotor.common.progress import progress
 from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.choosing import choose_groups
 from rotor.engines.graph.code.early import owners_of
 from rotor.engines.graph.code.handover import Away
 from rotor.engines.graph.costs.profile import Cost, keys_of
-from rotor.engines.graph.costs.recorded import MEASURED, price
 from rotor.engines.graph.costs.repeating import described_unrepeatable, keep_unrepeatable
-from rotor.engines.graph.costs.symbols import origin_values
+from rotor.engines.graph.costs.symbols import AnySize, Shapes, origin_values
 from rotor.engines.graph.planned import GraphPlan
-from rotor.engines.graph.searching import KnownOrders
-from rotor.engines.graph.shapes import Shapes, ShapeStep, SymbolicGraph
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
@@ -41,9 +35,6 @@ _MOST_GRAPHS = 4
 
 _MOST_NAMES = 3
 """Number of arguments that a warning names."""
-
-Alone = tuple[Shapes, Lowered, Sequence[Cost]]
-"""Shapes of a call that was captured alone, with its operations and their costs."""
 
 Dimensions = Sequence[tuple[int, int]]
 """Dimensions of a call's arguments: (leaf, number)."""
@@ -122,7 +113,10 @@ class Family:
     """Shapes of the calls so far, by their `Key.measured`."""
     capture: Capture | None = None
     """Capture with symbols; None before the second shape."""
-    graphs: list[SymbolicGraph] = field(default_factory=list)
+    graphs: list[CapturedStep] = field(default_factory=list)
+    """First step of each graph with symbols."""
+    alone: dict[Any, CapturedStep] = field(default_factory=dict)
+    """Steps of shapes that were captured alone, by their `Key.measured`."""
     constants: dict[str, str] = field(default_factory=dict)
     """Reasons why sizes became constants of a graph, by size."""
     refusal: str = ""
@@ -156,9 +150,18 @@ class Family:
                     found.update((leaf, d) for d in range(len(one)) if one[d] != two[d])
         return sorted(found)
 
-    def graph_of(self, captured: Captured) -> SymbolicGraph | None:
-        """Return the graph with symbols of a capture; None if it has no symbols."""
-        return next((graph for graph in self.graphs if graph.captured is captured), None)
+    def note(self, measured: Any, arguments: Any) -> Dimensions:
+        """Note the shapes of a call; return the dimensions in which calls differ."""
+        shapes = shapes_of(core.tree_flatten(arguments)[0])
+        differing = self.differing(shapes)
+        self.shapes[measured] = shapes
+        return differing
+
+    def step_of(self, found: Unplanned) -> CapturedStep | None:
+        """Return the step of a call that has reached a known graph with symbols; else None."""
+        captured = found.captured
+        known = next((step for step in self.graphs if step.captured is captured), None)
+        return known and known.at(origin_values(captured.lowered, found.primals))
 
     def text(self, shapes: Shapes, among: Dimensions = ()) -> str:
         """Return the shapes of a call as text.
@@ -197,9 +200,9 @@ class Family:
             self.refusal = f"the capture with symbols failed: {' ... '.join(shown)}"
             return None
         captured = found.captured
-        known = self.graph_of(captured)
+        known = self.step_of(found)
         if known is not None:
-            broken = known.broken_at(origin_values(captured.lowered, found.primals))
+            broken = known.broken
             if not broken:
                 return found
             self.constants[broken] = f"kernels hold only where {broken}"
@@ -214,51 +217,6 @@ class Family:
             self.refusal = f"its code asked for more than {_MOST_GRAPHS} graphs with symbols"
             return None
         return found
-
-    def step(
-        self,
-        found: Unplanned,
-        slots: Sequence[core.Slot],
-        arguments: Any,
-        device: torch.device,
-        price: Callable[[Lowered], Sequence[Cost]],
-        alone: Iterable[Alone],
-        state: AwayState | None = None,
-        **facts: Any,
-    ) -> tuple[ShapeStep, bool]:
-        """Return the step of a call that was captured with symbols, and whether its graph is new.
-
-        `slots` are those of the module's parameters. A new graph has the costs that `price` returns
-        at the sizes of the call, and those of the shapes that were captured `alone`; `state` has
-        the parameters that are in a second tier, and `facts` are as of `SymbolicGraph`.
-        """
-        captured, lowered = found.captured, found.captured.lowered
-        values = tuple(origin_values(lowered, found.primals))
-        known = self.graph_of(captured)
-        if known is not None:
-            return known.step(values), False
-        origins, sizes = origins_of(captured, found.primals, core.tree_flatten(arguments)[0])
-        with core.NOTHING if state is None else state.shells(slots):
-            owners = owners_of(lowered, found.primals, slots, arguments)
-        graph = SymbolicGraph(
-            captured,
-            device,
-            origins=origins,
-            leaf_sizes=sizes,
-            capture=self.capture,
-            owners=owners,
-            away=Away.of(state, lowered, owners, slots),
-            **facts,
-        )
-        costs = price(graph.concrete(values))
-        keep_unrepeatable(lowered, [cost.flags for cost in costs])
-        graph.add_point(values, costs)
-        for shapes, operations, priced in alone:
-            there = graph.values_at(shapes)
-            if there is not None and there != values:
-                graph.add_known(there, dict(zip(keys_of(operations, device), priced, strict=True)))
-        self.graphs.append(graph)
-        return graph.step(values), True
 
     def _constants(
         self,
@@ -363,6 +321,48 @@ def origins_of(
     return [origins[name] for name in names] if known else None, sizes
 
 
+def made_step(
+    kind: type[CapturedStep],
+    capture: Capture,
+    found: Unplanned,
+    slots: Sequence[core.Slot],
+    arguments: Any,
+    device: torch.device,
+    price: Callable[[Lowered], list[Cost]],
+    state: AwayState | None,
+    family: Family | None = None,
+    **facts: Any,
+) -> CapturedStep:
+    """Return the step of a captured call; with a family, of one whose graph its shapes share.
+
+    `slots` are those of the module's parameters, and `state` has those that are in a second tier. A
+    graph with symbols has the costs that `price` returns at the sizes of the call, and those of the
+    shapes that were captured alone. `facts` are other fields of the step.
+    """
+    captured, lowered = found.captured, found.captured.lowered
+    with core.NOTHING if state is None else state.shells(slots):
+        owners = owners_of(lowered, found.primals, slots, arguments)
+    if family is None:
+        costs = price(lowered)
+    else:
+        leaves, values = core.tree_flatten(arguments)[0], origin_values(lowered, found.primals)
+        any_size = AnySize(lowered, device, *origins_of(captured, found.primals, leaves))
+        costs = price(any_size.concrete(values))
+        keep_unrepeatable(lowered, [cost.flags for cost in costs])
+        any_size.add_point(values, costs)
+        for measured, one in family.alone.items():
+            there = any_size.values_at(family.shapes[measured])
+            if there is not None and there != values:
+                known = zip(keys_of(one.captured.lowered, device), one.base.costs, strict=True)
+                any_size.add_known(there, dict(known))
+        facts |= {"any_size": any_size, "values": values}
+    away = Away.of(state, lowered, owners, slots)
+    step = kind(capture, captured, costs, device, owners=owners, away=away, **facts)
+    if family is not None:
+        family.graphs.append(step)
+    return step
+
+
 def warn_unrepeatable(context: Context, graphs: Sequence[Lowered]) -> None:
     """Warn of operations that gave other bits in a second run."""
     text = described_unrepeatable(graphs)
@@ -379,124 +379,67 @@ class Sizing:
 
     # -- measuring
 
-    def step(
-        self,
-        key: Key,
-        loss_fn: Any,
-        arguments: Any,
-        call: Call,
-        make: Callable[[], Capture],
-        steps: dict[Any, CapturedStep],
-    ) -> CapturedStep | None:
-        """Return the step of a further shape; None if its call is captured alone.
+    def reach(
+        self, key: Key, loss_fn: Any, arguments: Any, make: Callable[[], Capture]
+    ) -> Unplanned | None:
+        """Capture a further shape with symbols, or find its graph; None if it is captured alone.
 
-        `make` makes a capture. `steps` has the steps by `Key.measured`; those of shapes that were
-        captured alone before are exchanged too. Raise CannotPlan if the capture of another shape
-        has failed.
+        `make` makes a capture. Raise CannotPlan if the capture of another shape has failed.
         """
         family = self.families.joined(key.measured, self.context.module, arguments)
         if family.error is not None:
             raise CannotPlan(CaptureError(*family.error.args))
         family.keep()
-        shapes = shapes_of(core.tree_flatten(arguments)[0])
-        differing = family.differing(shapes)
-        family.shapes[key.measured] = shapes
-        found = None
+        found, differing = None, family.note(key.measured, arguments)
         if differing and not family.refusal:
-            text, given = family.text(shapes, differing), (loss_fn, *arguments)
+            text = family.text(family.shapes[key.measured], differing)
             doing = f"capturing the model for any sizes ({text} first)"
             with progress(1, doing), self.context.shells():
+                given = (loss_fn, *arguments)
                 found = family.reach(make, self.context.module, given, arguments, differing)
-        if found is None:
-            family.separate_count += 1
-            return None
-        context, settings = self.context, self.context.settings
-        device = context.device_of(call)
-        # Without better plans later a seed decides alone: no programs are read from disk.
-        orders = partial(KnownOrders, device=device, has_tier=settings.offload is not None)
-        captured, primals = found.captured, found.primals
-        known = [(m, steps.get(m)) for m in family.shapes]
-        alone = {m: step for m, step in known if step is not None and not step.shares_shapes}
-
-        def priced(lowered: Lowered) -> list[Cost]:
-            if settings.backend == "auto":
-                choose_groups(lowered, device, primals)
-                for task, plain in zip(captured.lowered.tasks, lowered.tasks, strict=True):
-                    if task.node is not None and plain.node is not None:
-                        task.node.target = plain.node.target
-            with progress(1, "measuring the operations") as update:
-                return price(settings.profile, lowered, device, primals, progress=update)
-
-        try:
-            made, is_new = family.step(
-                found,
-                context.structure.parameters,
-                arguments,
-                device,
-                priced,
-                [(family.shapes[m], one.captured.lowered, one.costs) for m, one in alone.items()],
-                loss_captured=loss_fn is not None,
-                planned_for="" if settings.profile == MEASURED else settings.profile.device,
-                verifies=settings.verify != "off",
-                known=orders if context.may_improve_plans() else None,
-                state=settings.away,
-                offload=settings.offload,
-            )
-        except CaptureError as error:
-            # A kernel cannot be compiled for all sizes.
-            family.refusal = str(error).splitlines()[-1]
-            family.separate_count += 1
-            release(error)
-            return None
-        finally:
-            found.drop()
-        steps[key.measured] = made
-        if is_new:
-            warn_unrepeatable(context, [made.captured.lowered])
-            self._join(family, made, alone, steps)
-        return made
+        family.separate_count += found is None
+        return found
 
     def captured_separately(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
         """Note a shape that is captured alone, for a reason why no size can be a symbol."""
         family = self.families.joined(key.measured, self.context.module, arguments)
-        shapes = shapes_of(core.tree_flatten(arguments)[0])
-        for leaf, dimension in family.differing(shapes):
+        family.separate_count += key.measured not in family.shapes
+        for leaf, dimension in family.note(key.measured, arguments):
             name = f"dimension {dimension} of {family.names[leaf]}"
             family.constants[name] = f"{name} is a constant: {reason}"
-        family.separate_count += key.measured not in family.shapes
-        family.shapes[key.measured] = shapes
 
     def reached(self, key: Key, found: Unplanned) -> CapturedStep | None:
         """Return the step of a call that reached a known graph with symbols, if it did."""
         family = self.families.of(key.measured)
-        graph = None if family is None else family.graph_of(found.captured)
-        if graph is None:
-            return None
-        values = tuple(origin_values(found.captured.lowered, found.primals))
-        found.drop()
-        broken = graph.broken_at(values)
-        if broken:
-            raise CannotPlan(CaptureError(f"kernels hold only where {broken}"))
-        return graph.step(values)
+        step = None if family is None else family.step_of(found)
+        if step is not None:
+            found.drop()
+            if step.broken:
+                raise CannotPlan(CaptureError(f"kernels hold only where {step.broken}"))
+        return step
 
-    def _join(
-        self,
-        family: Family,
-        made: ShapeStep,
-        alone: dict[Any, CapturedStep],
-        steps: dict[Any, CapturedStep],
-    ) -> None:
-        """Have shapes that were captured alone run on the graph of a step, as others do."""
-        context, graph = self.context, made.symbolic
-        for measured in alone:
-            there = graph.values_at(family.shapes[measured])
-            if there is None or there == made.values or graph.broken_at(there):
+    def add(self, key: Key, made: CapturedStep, steps: dict[Any, CapturedStep]) -> None:
+        """Add a new step to `steps`, by `Key.measured`.
+
+        Shapes that were captured alone run on its graph from now on, if they can.
+        """
+        steps[key.measured] = made
+        family, context = self.families.of(key.measured), self.context
+        if made.any_size is None:
+            if family is not None:
+                family.alone[key.measured] = made
+            return
+        assert family is not None
+        for measured in list(family.alone):
+            there = made.any_size.values_at(family.shapes[measured])
+            if there is None or there == made.values or made.any_size.broken_at(there):
                 continue
             if measured in context.learned_loss:
-                graph.losses[there] = context.learned_loss[measured]
+                made.any_size.losses[there] = context.learned_loss[measured]
             for key in [key for key in context.plans if key.measured == measured]:
-                graph.held[there] = context.plans.pop(key).limit_bytes
-            steps[measured] = graph.step(there)
+                made.any_size.held[there] = context.plans.pop(key).limit_bytes
+            steps[measured] = made.at(there)
+            del family.alone[measured]
             family.separate_count -= 1
 
     def refuse(self, key: Key, error: CaptureError) -> None:
@@ -512,6 +455,7 @@ class Sizing:
             return
         if family.error is not None:
             family.put_back()
+        family.alone.pop(measured, None)
         if list(family.shapes) in ([], [measured]) and not family.graphs:
             del self.families[kind_of(measured)]
 
@@ -531,7 +475,7 @@ class Sizing:
         `solve`, and the planner's if that is None. Raise InfeasibleError if no program fits;
         `too_large` has a better message.
         """
-        if not isinstance(step, ShapeStep):
+        if not step.shares_shapes:
             return make(reserve_bytes, solve)
         family, begun = self.families.of(key.measured), time.monotonic()
         plan = make(max(reserve_bytes, step.expected_excess), step.solve)
@@ -558,7 +502,7 @@ class Sizing:
         `error` of the search for its plan is returned if no other shape is known.
         """
         family = self.families.of(key.measured)
-        if not isinstance(step, ShapeStep) or family is None:
+        if not step.shares_shapes or family is None:
             return error
         shapes = family.shapes[key.measured]
         differing = family.differing(shapes)

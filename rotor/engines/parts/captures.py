@@ -11,17 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from rotor._pytorch import core
 from rotor._pytorch.captures import fresh
 from rotor.common.frames import release
 from rotor.engines.contract import CannotPlan, NothingToPlan, Settings
 from rotor.engines.graph.capture import Capture, Unplanned
-from rotor.engines.graph.captured_step import CapturedStep
-from rotor.engines.graph.code.early import owners_of, slots_of
-from rotor.engines.graph.code.handover import Away
+from rotor.engines.graph.code.early import slots_of
 from rotor.engines.graph.code.numbers import ModelNumbers, numbers_of
 from rotor.engines.graph.costs.recorded import price
-from rotor.engines.graph.sizing import Alone, Families, Family, shapes_of
+from rotor.engines.graph.costs.symbols import origin_values
+from rotor.engines.graph.sizing import Families, Family, made_step
 from rotor.engines.parts.kinds import Kind, in_place
 from rotor.errors import CaptureError
 from rotor.tier.state import AwayState
@@ -59,7 +57,6 @@ class Captures:
         self._shares_shapes = shares_shapes
         self._orders: dict[Any, dict[Any, Any]] = {}
         self._families = Families()
-        self._alone: dict[int, list[Alone]] = {}
 
     def kind_of(
         self, path: str, module: nn.Module, signature: Any, args: Any, kwargs: Any
@@ -124,45 +121,22 @@ class Captures:
 
     def _shaped(self, key: Any, module: nn.Module, arguments: tuple[Any, Any]) -> Kind | None:
         """Return a graph that shapes share, at the shape of a call; ``None`` without one."""
-        family = self._family(key, module, arguments)
-        shapes = shapes_of(core.tree_flatten(arguments)[0])
-        differing = family.differing(shapes)
-        family.shapes[key[-1]] = shapes
+        family, given = self._family(key, module, arguments), (*arguments, ())
+        differing = family.note(key[-1], arguments)
         if not differing or family.refusal:
             return None
-        given = (*arguments, ())
         try:
             with in_place(self.away, module):
                 found = family.reach(self._new_capture, module, arguments, given, differing)
+            if found is None or family.capture is None:
+                return None
+            return self._kind(family.capture, found, module, arguments, key, family)
         except NothingToPlan:
             return None
-        if found is None:
-            return None
-        try:
-            shaped, _ = family.step(
-                found,
-                slots_of(module),
-                arguments,
-                self.device,
-                lambda lowered: price(self._source, lowered, self.device, found.primals),
-                self._alone.get(id(family), []),
-                state=self.away,
-                loss_captured=False,
-                offload=self.offload,
-                releases_outputs=True,
-            )
         except CannotPlan as error:
             # A capture of this shape alone is refused for the same reason, which is kept.
             release(error)
             return None
-        finally:
-            found.drop()
-        step = _leaving(shaped, module)
-        place = (id(step.captured), step.values)
-        if place not in self.kinds:
-            alike = [kind.orders for kind in self.kinds.values() if kind.captured is step.captured]
-            self.kinds[place] = Kind(step, self._options, alike[0] if alike else {})
-        return self.kinds[place]
 
     def _kind(
         self,
@@ -171,45 +145,43 @@ class Captures:
         module: nn.Module,
         arguments: Any,
         key: Any,
+        family: Family | None = None,
     ) -> Kind:
-        captured = found.captured
+        """Return the ways to run a captured call; with a family, of a graph for any size."""
+        lowered, primals = found.captured.lowered, found.primals
+        values = () if family is None else origin_values(lowered, primals)
+        place = (id(found.captured), values)
         try:
-            if id(captured) not in self.kinds:
-                slots = slots_of(module)
-                with in_place(self.away, module):
-                    owners = owners_of(captured.lowered, found.primals, slots, arguments)
-                costs = price(self._source, captured.lowered, self.device, found.primals)
-                step = CapturedStep(
+            if place not in self.kinds:
+                orders: dict[Any, Any] = {}
+                if family is None and self.away is not None:
+                    orders = self._orders.setdefault((key[1:], len(lowered.tasks)), orders)
+                made = (family and family.step_of(found)) or made_step(
+                    Kind,
                     capture,
-                    captured,
-                    costs,
+                    found,
+                    slots_of(module),
+                    arguments,
                     self.device,
+                    lambda plain: price(self._source, plain, self.device, primals),
+                    self.away,
+                    family,
                     loss_captured=False,
-                    owners=owners,
                     offload=self.offload,
-                    releases_outputs=True,
+                    search=self._options,
+                    orders=orders,
                 )
-                step.away = Away.of(self.away, captured.lowered, owners, slots)
-                step = _leaving(step, module)
-                orders = self._orders.setdefault((key[1:], len(captured.lowered.tasks)), {})
-                known = {} if self.away is None else orders
-                self.kinds[id(captured)] = Kind(step, self._options, known)
-                if self._shares_shapes:
-                    family = self._family(key, module, arguments)
-                    alone = (family.shapes[key[-1]], captured.lowered, costs)
-                    self._alone.setdefault(id(family), []).append(alone)
+                assert isinstance(made, Kind)
+                if family is None and self._shares_shapes:
+                    self._family(key, module, arguments).alone[key[-1]] = made
+                self.kinds[place] = made.with_existing(module, set())
         finally:
             found.drop()
-        return self.kinds[id(captured)]
+        return self.kinds[place]
 
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
-
-
-def _leaving(step: CapturedStep, module: nn.Module) -> CapturedStep:
-    """Return a part's step in which the gradients with homes leave, and no others exist."""
-    return step.variant(step.existing_among([True] * len(slots_of(module))), frozenset())
 
 
 def _shape_of(module: nn.Module) -> Any:

@@ -365,7 +365,7 @@ class PiecesStep:
                     planned = site.kind.options(is_held)[self._plan.choice[k]]
                 emitted = kind.emitted(kind.in_place_of(planned, is_held))
                 output, failed = kind.call(emitted, module, args, kwargs)
-                self.token = self.token if failed else kind.step.capture.token
+                self.token = self.token if failed else kind.capture.token
                 return output, failed
         return None, "now"
 
@@ -399,7 +399,7 @@ class PiecesStep:
             output, failed = kind.call(
                 emitted, site.module, args, kwargs, marks, self._placed.of(k)
             )
-            self.token = self.token if failed else kind.step.capture.token
+            self.token = self.token if failed else kind.capture.token
         if self._meter is not None:
             self._meter.mark(f"after {k}")
         if failed:

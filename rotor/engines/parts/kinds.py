@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +21,7 @@ from rotor._pytorch import core
 from rotor.common.accounting import GENERATOR_BYTES, generator_bytes
 from rotor.common.rerun import Rerun, Unit
 from rotor.common.tensor_trees import output_tensors
-from rotor.engines.graph.capture import Captured, Unplanned
+from rotor.engines.graph.capture import Unplanned
 from rotor.engines.graph.captured_step import CapturedStep
 from rotor.engines.graph.code.actions import Action, actions_of
 from rotor.engines.graph.code.actions import Kind as ActionKind
@@ -30,7 +30,7 @@ from rotor.engines.graph.code.emit import Emitted
 from rotor.engines.graph.code.offloading import Layout, StepArea
 from rotor.engines.graph.code.pricing import build_graph
 from rotor.engines.graph.code.proving import Prover
-from rotor.engines.graph.tracing.lowering import Lowered
+from rotor.engines.graph.searching import Entry
 from rotor.engines.proofs import StepProof
 from rotor.errors import CaptureError, InfeasibleError, InvalidSequenceError
 from rotor.graph import planner
@@ -72,77 +72,64 @@ def fetched_last(actions: Iterable[Action]) -> set[int]:
 
 
 @dataclass(eq=False)
-class Kind:
-    """Captured graph of a part, and the ways to run it."""
+class Kind(CapturedStep):
+    """Captured graph of a part, and the ways to run it; its users hold its outputs."""
 
-    step: CapturedStep
-    search: dict[str, Any]
+    releases_outputs: ClassVar[bool] = True
+    search: dict[str, Any] = field(default_factory=dict)
     """Options of its searches for programs, those of `rotor.graph.plan`."""
     orders: dict[Any, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     """Actions of programs at any shape, by existing gradients and unrepeatable operations."""
-    programs: list[Program] = field(default_factory=list)
+    programs: list[Program] = field(init=False, default_factory=list)
     """Ways to run it; `options` has their needs."""
-    link: Link | None = field(default=None, init=False, repr=False)
+    planned_link: Link | None = field(default=None, init=False, repr=False)
     """Link to the second tier on which the programs count."""
-    _emitted: dict[int, Emitted] = field(default_factory=dict)
-    _options: dict[bool, list[Option]] = field(default_factory=dict)
-    _variants: dict[frozenset[int], Kind] = field(default_factory=dict)
-    _verified: dict[int, tuple[Emitted, Prover]] = field(default_factory=dict)
-    _layouts: dict[int, Layout | None] = field(default_factory=dict)
-    _units: WeakKeyDictionary[nn.Module, Unit] = field(default_factory=WeakKeyDictionary)
-    _known: int = 0
-    is_carried: bool = False
-
-    def __post_init__(self) -> None:
-        self.find_programs()
-
-    @property
-    def lowered(self) -> Lowered:
-        """Operations; outputs are not pinned: their users hold them."""
-        return self.step.lowered
-
-    @property
-    def captured(self) -> Captured:
-        """Captured graph, which kinds of other shapes share."""
-        return self.step.captured
+    is_carried: bool = field(default=False, init=False)
+    _entries: list[Entry] = field(init=False, default_factory=list)
+    _options: dict[bool, list[Option]] = field(init=False, default_factory=dict)
+    _layouts: dict[int, Layout | None] = field(init=False, default_factory=dict)
+    _units: WeakKeyDictionary[nn.Module, Unit] = field(
+        init=False, default_factory=WeakKeyDictionary
+    )
+    _known: int = field(default=0, init=False)
 
     def with_existing(self, module: nn.Module, existing: set[int]) -> Kind:
-        """Return this graph for steps that begin with gradients of parameters with these ids."""
+        """Return this graph for steps that begin with gradients of parameters with these ids.
+
+        Gradients with homes in a second tier leave in each step.
+        """
         slots = slots_of(module)
-        found = self.step.existing_among([id(core.value_in(s)) not in existing for s in slots])
-        if found == self.step.existing:
-            return self
-        if found not in self._variants:
-            step = self.step.base.variant(found, frozenset())
-            self._variants[found] = Kind(step, self.search, self.orders)
-        return self._variants[found]
+        found = self.existing_among([id(core.value_in(slot)) not in existing for slot in slots])
+        kind = self.base.variant(found, frozenset())
+        assert isinstance(kind, Kind)
+        if not kind.programs:
+            kind.find_programs()
+        return kind
 
     def emitted(self, number: int) -> Emitted:
         """Return the functions of a program."""
-        if number not in self._emitted:
+        entry = self._entries[number]
+        if entry.code is None:
             numbers = self.programs[number].actions.tolist()
-            self._emitted[number] = self.step.code(numbers, self.layout(number))
-        return self._emitted[number]
+            entry.code = self.code(numbers, self._layout_of(number))
+        return entry.code
 
-    def layout(self, number: int) -> Layout | None:
+    def _layout_of(self, number: int) -> Layout | None:
         """Return the places of a program's offloaded values; ``None`` if it has none."""
         if number not in self._layouts:
-            self._layouts[number] = self.step.layout(self.programs[number])
+            self._layouts[number] = self.layout(self.programs[number])
         return self._layouts[number]
 
     def verified(self, number: int) -> tuple[Emitted, Prover] | None:
         """Return a program's functions with comparisons; ``None`` if it recomputes nothing."""
-        program = self.programs[number]
+        program, entry = self.programs[number], self._entries[number]
         if program.runs.max(initial=0) < 2:
             return None
-
-        def make() -> tuple[Emitted, Prover]:
+        if entry.verified is None:
             prover = Prover(self.lowered, self.captured.lowered)
-            return self.step.code(program.actions.tolist(), self.layout(number), prover), prover
-
-        if number not in self._verified:
-            self._verified[number] = self.step.verified(program.actions, make)
-        return self._verified[number]
+            code = self.code(program.actions.tolist(), self._layout_of(number), prover)
+            entry.verified = code, prover
+        return entry.verified
 
     def code_for(self, number: int, step: StepProof | None, k: int, place: str) -> Emitted:
         """Return the functions of a program for run k of a verified step, or for another one.
@@ -162,7 +149,7 @@ class Kind:
 
     def program(self, number: int) -> tuple[Program, Layout | None]:
         """Return a program, and the places of its values in the second tier."""
-        return self.programs[number], self.layout(number)
+        return self.programs[number], self._layout_of(number)
 
     @property
     def unrepeatable(self) -> int:
@@ -180,11 +167,10 @@ class Kind:
         Programs that were found at another shape are taken as they are; with `again`, the graph is
         planned at this shape too.
         """
-        self._forget_programs()
         self._known = len(self.captured.lowered.unrepeatable)
-        self.link = self.step.link
-        known = self.orders.setdefault((self.step.existing, self._known), [])
-        carried = self._priced(known, self.link)
+        self.planned_link = self.link
+        known = self.orders.setdefault((self.existing, self._known), [])
+        carried = self._priced(known, self.planned_link)
         self.is_carried = bool(carried) and not again
         if self.is_carried:
             self._take_best(carried)
@@ -194,15 +180,14 @@ class Kind:
 
     def follow_link(self) -> None:
         """Add programs for the latest speed of the second tier; the others keep their numbers."""
-        link = self.step.link
-        if link == self.link:
+        link = self.link
+        if link == self.planned_link:
             return
-        self.link = link
+        self.planned_link = link
         old = self._priced([program.actions for program in self.programs], _lenient(link))
         known = {program.actions.tobytes() for program in old}
         new = {program.actions.tobytes(): program for program in self._searched()}
-        self.programs = [*old, *(new[actions] for actions in new if actions not in known)]
-        self._options.clear()
+        self._add([new[actions] for actions in new if actions not in known], old)
 
     def _graph(self, workspace: int) -> Graph:
         """Return the cost model, whose outputs are not pinned.
@@ -210,11 +195,9 @@ class Kind:
         The workspace is that of what runs between its forward and its backward. With a link, values
         may move to a second tier, but not the outputs, which others hold.
         """
-        lowered, moves = self.lowered, self.link is not None
+        lowered, moves = self.lowered, self.planned_link is not None
         held = lowered.tasks[lowered.loss].inputs if moves else ()
-        return build_graph(
-            lowered, self.step.costs, workspace, moves=moves, held=held, homes=self.step.homes
-        )
+        return build_graph(lowered, self.costs, workspace, moves=moves, held=held, homes=self.homes)
 
     def _searched(self) -> list[Program]:
         """Return programs, beginning with the one that recomputes nothing.
@@ -253,12 +236,12 @@ class Kind:
         caps = sorted({least + (most - least) * k // (_LEVELS - 1) for k in range(_LEVELS)})
         peaks = sorted({lowest + (highest - lowest) * k // 3 for k in range(3)})
         add_all(caps, peaks)
-        if self.link is not None:
+        if self.planned_link is not None:
             # Values that cannot be made again may go to the tier, so that less memory is possible.
             caps = sorted({most * k // (_LEVELS - 1) for k in range(_LEVELS)})
             bound = planner.lower_bound(free, moves=True)
             peaks = sorted({bound + (highest - bound) * k // _PEAKS for k in range(_PEAKS)})
-            add_all(caps, peaks, self.link)
+            add_all(caps, peaks, self.planned_link)
         return found
 
     def _priced(self, rows: Iterable[Any], link: Link | None) -> list[Program]:
@@ -275,11 +258,17 @@ class Kind:
                     raise
         return found
 
-    def _forget_programs(self) -> None:
-        self._emitted.clear()
+    def _add(self, found: Sequence[Program], known: Sequence[Program]) -> None:
+        """Set the programs: known ones keep their numbers, and their code."""
+        self.programs = [*known, *found]
+        self._entries += [self.entry(program.actions) for program in found]
         self._options.clear()
-        self._verified.clear()
+
+    def _take(self, found: Sequence[Program]) -> None:
+        """Set the programs, none of which has code yet."""
+        self._entries.clear()
         self._layouts.clear()
+        self._add(found, ())
 
     def _take_best(self, found: list[Program]) -> None:
         """Keep a program for each option that no other beats, with outputs held or not held."""
@@ -288,7 +277,7 @@ class Kind:
             priced = [(self.option(program, is_held), program) for program in found]
             for option in undominated([option for option, _ in priced]):
                 best.append(next(program for one, program in priced if one == option))
-        self.programs = list(dict.fromkeys(best))
+        self._take(list(dict.fromkeys(best)))
 
     def take_programs(self, rows: Sequence[Sequence[int]]) -> None:
         """Set the programs to those that another process found for this graph, given as actions.
@@ -296,9 +285,8 @@ class Kind:
         Sizes of values may differ here: none is too small for the tier, and its limit is kept by
         the choice among the programs.
         """
-        self.link = self.step.link
-        self.programs = self._priced(rows, _lenient(self.link))
-        self._forget_programs()
+        self.planned_link = self.link
+        self._take(self._priced(rows, _lenient(self.planned_link)))
 
     def option(self, program: Program, is_held: bool) -> Option:
         """Return the needs of a program of this graph, with a loss that needs nothing.
@@ -310,7 +298,7 @@ class Kind:
         boundary = numbers.index(self.lowered.loss)
         runs = program.runs
         random = [k for k, task in enumerate(self.lowered.tasks) if task.random and runs[k] > 1]
-        own = generator_bytes(self.step.device.type, len(random))
+        own = generator_bytes(self.device.type, len(random))
         # While an operation draws its random numbers again, the current state is held too.
         held = own - GENERATOR_BYTES if own else 0
         is_early = any(numbers[:boundary].count(k) > 1 for k in random)
@@ -322,7 +310,7 @@ class Kind:
         padding = 0 if program.link is None else program.link.padding_bytes
         fetched = fetched_last(actions[:boundary])
         timeline = program.timeline()
-        layout = self.step.layout(program)
+        layout = self.layout(program)
         return Option(
             kept_bytes=sum(graph.storages[s].bytes + padding * (s in fetched) for s in kept) + held,
             forward_bytes=int(timeline.peak_bytes[:boundary].max(initial=0))
@@ -384,14 +372,14 @@ class Kind:
         if emitted.places is not None:
             assert placed is not None
             emitted.places.layout, emitted.places.area = placed
-        self.step.capture.forget_programs()
+        self.capture.forget_programs()
         if module not in self._units:
             self._units[module] = Unit(module.modules())
-        rerun = Rerun(self._units[module], (args, kwargs), self.step.device, is_whole=False)
+        rerun = Rerun(self._units[module], (args, kwargs), self.device, is_whole=False)
         try:
-            installed = self.step.installed(slots_of(module), (args, kwargs), emitted, marks)
-            with in_place(self.step.state, module), installed as ((given, named), early):
-                output = self.step.capture(module, given, named)
+            installed = self.installed(slots_of(module), (args, kwargs), emitted, marks)
+            with in_place(self.state, module), installed as ((given, named), early):
+                output = self.capture(module, given, named)
                 if early is not None:
                     output = early.returned(output)
         except Unplanned as reached:
@@ -404,8 +392,8 @@ class Kind:
         finally:
             self.captured.emitted = None
         if len(self.captured.lowered.output_of_tangent) > 1:
-            self.step.capture.note_absent_tangents(output_tensors(output))
-        return self.step.capture.with_a_way_around(
+            self.capture.note_absent_tangents(output_tensors(output))
+        return self.capture.with_a_way_around(
             output, rerun, lambda value: module.forward(*value[0], **value[1])
         ), ""
 

@@ -22,14 +22,12 @@ from rotor.tier.state import AwayState
 
 
 def with_handovers(
-    lowered: Lowered,
-    costs: Sequence[Cost],
-    existing: Collection[int],
-    away: Away | None = None,
-) -> tuple[Lowered, list[Cost]]:
-    """Return the operations of a step in which some gradients exist, and their costs.
+    lowered: Lowered, existing: Collection[int], away: Away | None = None
+) -> tuple[Lowered, list[int | Cost]]:
+    """Return the operations of a step in which some gradients exist, and where they come from.
 
-    `lowered` and `costs` are for a step in which every gradient is new. Temporary gradients are
+    For each operation that is its number in `lowered`, a step in which every gradient is new, or
+    the cost of a handover. Temporary gradients are
     handed over together, as soon as they have 1 / `HANDOVERS` of the bytes of all. Gradients in
     memory of an output, or of a new gradient, stay as they were. With `away`, gradients leave
     for a second tier: each handover waits for the transfers of the one before it, whose gradients
@@ -80,20 +78,20 @@ def with_handovers(
             )
         )
     tasks: list[Task] = []
-    priced: list[Cost] = []
-    for number, (task, cost) in enumerate(zip(lowered.tasks, costs, strict=True)):
+    origins: list[int | Cost] = []
+    for number, task in enumerate(lowered.tasks):
         tasks.append(task)
-        priced.append(cost)
+        origins.append(number)
         for added in after.get(number, ()):
             tasks.append(added)
             largest = max((_bytes_of(lowered, index) for index in added.gradients), default=0)
             workspace = 0
             if away is not None and largest:
                 workspace = bytes_at_any_phase(largest, away.state.tier.alignment_bytes)
-            priced.append(Cost(0, workspace))
+            origins.append(Cost(0, workspace))
     temporary = {s for added in after.values() for task in added for s in task.inputs}
     pinned = [(size, pin and s not in temporary) for s, (size, pin) in enumerate(lowered.storages)]
-    return replace(lowered, tasks=tasks, storages=pinned), priced
+    return replace(lowered, tasks=tasks, storages=pinned), origins
 
 
 def _bytes_of(lowered: Lowered, index: int) -> int:

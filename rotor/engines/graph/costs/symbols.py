@@ -11,6 +11,7 @@ a wrong time costs time, a wrong byte breaks the limit.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,24 +24,34 @@ from torch.fx.node import map_arg
 
 from rotor._pytorch import core, symbols
 from rotor.engines.graph.costs.estimate import flops_expression, made_tensor, moved_bytes
-from rotor.engines.graph.costs.profile import Cost
+from rotor.engines.graph.costs.profile import Cost, in_order, keys_of
 from rotor.engines.graph.tracing.false_edges import of_sizes
+from rotor.engines.graph.tracing.groups import groups_among
 from rotor.engines.graph.tracing.lowering import Lowered, Value
 from rotor.meter import allocator
 
 _LAUNCH_NS = 3_000
 """Time of an operation on almost nothing, assumed if only one size was measured."""
 
+_MOST_GROWTH = 3.0
+_PARTS = 1 << 12
+
+_ROUNDED = 1 - 1e-14
+"""Factor that keeps the product of a ratio, a whole number, from being above it."""
+
 Numbers = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
+Values = tuple[int, ...]
+"""Values of the symbols, in the order of `Lowered.symbols`."""
+Shapes = tuple[tuple[int, ...] | None, ...]
+"""Shapes of the leaves of a call's arguments; ``None`` for leaves that are no tensors."""
 
 
 @dataclass(frozen=True)
 class Point:
     """Costs of all operations at one shape, and their amounts of work there."""
 
-    values: tuple[int, ...]
-    """Values of the symbols."""
+    values: Values
     ns: Reals
     workspace: Numbers
     """Bytes of each operation's workspace."""
@@ -49,23 +60,30 @@ class Point:
     moved: Reals
     """Bytes that each operation reads and writes."""
 
-    @classmethod
-    def of(
-        cls, values: Sequence[int], costs: Sequence[Cost], moved: Numbers, flops: Numbers
-    ) -> Point:
-        """Return the point of measured costs."""
-        return cls(
-            tuple(values),
-            np.array([cost.ns for cost in costs], dtype=np.float64),
-            np.array([cost.workspace_bytes for cost in costs], dtype=np.int64),
-            work_of(moved, flops),
-            np.maximum(moved, 1).astype(np.float64),
-        )
 
+class _Expressions:
+    """Distinct expressions, compiled into one function."""
 
-def work_of(moved: Numbers, flops: Numbers) -> Reals:
-    """Return amounts of work: the flops where they outweigh the bytes, else the bytes."""
-    return np.maximum(np.maximum(moved, flops), 1).astype(np.float64)
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._places: dict[str, int] = {}
+
+    def add(self, value: Any) -> int:
+        """Return the place of a number's value among the results."""
+        return self._places.setdefault(symbols.text_of(value), len(self._places))
+
+    def constants(self) -> npt.NDArray[np.bool_]:
+        """Return True for the results that no symbol changes."""
+        return np.array([text.isdigit() for text in self._places], dtype=np.bool_)
+
+    def compiled(self) -> Callable[..., list[int]]:
+        """Return the function of the symbols."""
+        body = ", ".join(f"({text})" for text in self._places)
+        source = f"def evaluate({', '.join(self._names)}):\n    return [{body}]\n"
+        namespace: dict[str, Any] = {"math": math, "torch": torch}
+        exec(compile(source, "<rotor sizes>", "exec"), namespace)
+        found: Callable[..., list[int]] = namespace["evaluate"]
+        return found
 
 
 class Fits:
@@ -98,7 +116,7 @@ class Fits:
         found: Numbers = np.maximum(mean_time + slope * (work - mean_work), 0).astype(np.int64)
         return found
 
-    def workspaces(self, values: Sequence[int], moved: Reals) -> Numbers:
+    def workspaces(self, values: Values, moved: Reals) -> Numbers:
         """Return upper bounds of workspaces at a shape where operations move `moved` bytes.
 
         Where a measured shape covers this one, the workspace is at most the one measured there.
@@ -107,7 +125,7 @@ class Fits:
         """
         measured = np.stack([point.workspace for point in self.points])
         sizes = np.stack([point.moved for point in self.points])
-        exact = [p for p in self.points if p.values == tuple(values)]
+        exact = [p for p in self.points if p.values == values]
         if exact:
             return exact[0].workspace
         covering = [
@@ -133,41 +151,30 @@ class Fits:
         return beyond
 
 
-_MOST_GROWTH = 3.0
+class AnySize:
+    """Sizes and costs of a captured graph for any values of the symbols.
 
+    It knows the shapes at which operations were measured, and what steps of any shape have shown.
+    """
 
-class _Expressions:
-    """Distinct expressions, compiled into one function."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
-        self._places: dict[str, int] = {}
-
-    def add(self, value: Any) -> int:
-        """Return the place of a number's value among the results."""
-        return self._places.setdefault(symbols.text_of(value), len(self._places))
-
-    def constants(self) -> npt.NDArray[np.bool_]:
-        """Return True for the results that no symbol changes."""
-        return np.array([text.isdigit() for text in self._places], dtype=np.bool_)
-
-    def compiled(self) -> Callable[..., list[int]]:
-        """Return the function of the symbols."""
-        body = ", ".join(f"({text})" for text in self._places)
-        source = f"def evaluate({', '.join(self._names)}):\n    return [{body}]\n"
-        namespace: dict[str, Any] = {"math": math, "torch": torch}
-        exec(compile(source, "<rotor sizes>", "exec"), namespace)
-        found: Callable[..., list[int]] = namespace["evaluate"]
-        return found
-
-
-class Sizes:
-    """Bytes of storages, and amounts of work of operations, for any values of the symbols."""
-
-    def __init__(self, lowered: Lowered, device: torch.device) -> None:
-        self.names = list(lowered.symbols)
-        """Names of the symbols, in the order of their values."""
-        expressions = _Expressions(self.names)
+    def __init__(
+        self,
+        lowered: Lowered,
+        device: torch.device,
+        origins: list[tuple[int, int]] | None,
+        leaf_sizes: dict[int, list[str]],
+    ) -> None:
+        self._lowered, self._device = lowered, device
+        self._origins, self._leaf_sizes = origins, leaf_sizes  # As of `sizing.origins_of`.
+        self.fits = Fits()
+        self.excess: dict[Values, int] = {}
+        """Bytes by which metered steps exceeded their prediction."""
+        self.losses: dict[Values, int] = {}
+        """Bytes that the caller's loss needs."""
+        self.held: dict[Values, int] = {}
+        """Limits of the plans so far."""
+        self._factors = np.ones(len(lowered.storages))
+        expressions = _Expressions(list(lowered.symbols))
         nodes = [task.node for task in lowered.tasks]
         values = [node.meta.get("val") for node in lowered.primals]
         sizes = [size for v in values if isinstance(v, torch.Tensor) for size in v.shape]
@@ -181,26 +188,131 @@ class Sizes:
             flops = [expressions.add(flops_expression(n) if n is not None else 0) for n in nodes]
         self._evaluate = expressions.compiled()
         self._storages, self._moved, self._flops = map(np.array, (storages, moved, flops))
-        self.grows = ~expressions.constants()[self._storages]
-        """True for the storages whose bytes depend on the symbols."""
+        self._grows = ~expressions.constants()[self._storages]
         self._unit = allocator.rounded_bytes(1, device)
 
-    def of(self, values: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the bytes of storages, and the moved bytes and flops of operations.
+    def of(self, values: Values) -> tuple[Numbers, Reals, Reals]:
+        """Return the bytes of storages, and the work and moved bytes of operations, at a shape.
 
-        `values` are those of the symbols, in the order of `names`.
+        Work are the flops where they outweigh the bytes, else the bytes.
         """
         found = np.array(self._evaluate(*values), dtype=np.int64)
-        bytes_of = found[self._storages]
-        return -(-bytes_of // self._unit) * self._unit, found[self._moved], found[self._flops]
+        storages = -(-found[self._storages] // self._unit) * self._unit
+        moved = np.maximum(found[self._moved], 1)
+        work = np.maximum(moved, found[self._flops])
+        return storages, work.astype(np.float64), moved.astype(np.float64)
+
+    # -- costs
+
+    def concrete(self, values: Values) -> Lowered:
+        """Return the graph at plain sizes, to measure its operations."""
+        return at(self._lowered, self.of(values)[0].tolist(), values)
+
+    def add_point(self, values: Values, costs: Sequence[Cost]) -> None:
+        """Add the measured costs of all operations at one shape."""
+        storages, work, moved = self.of(values)
+        ns = np.array([cost.ns for cost in costs], dtype=np.float64)
+        workspaces = np.array([cost.workspace_bytes for cost in costs], dtype=np.int64)
+        self.fits.add(Point(values, ns, workspaces, work, moved))
+        for task, cost in zip(self._lowered.tasks, costs, strict=True):
+            for storage, size in zip(task.made.values(), cost.made_bytes, strict=True):
+                # Some operations make storages that are larger than their results.
+                ratio = _ROUNDED * size / max(int(storages[storage]), 1)
+                self._factors[storage] = max(self._factors[storage], ratio)
+
+    def add_known(self, values: Values, known: dict[str, Cost]) -> None:
+        """Add costs at a shape at which another capture was measured, if it has all operations.
+
+        `known` are the costs by the keys of operations (`keys_of`).
+        """
+        lowered = self.concrete(values)
+        keys = keys_of(lowered, self._device)
+        if all(key in known for key in keys if key):
+            self.add_point(values, in_order(lowered, keys, known))
+
+    def costs(self, values: Values) -> list[Cost]:
+        """Return the cost of every operation at a shape."""
+        storages, work, moved = self.of(values)
+        sizes = np.ceil(storages * self._factors).astype(np.int64).tolist()
+        figures = self.fits.ns(work).tolist(), self.fits.workspaces(values, moved).tolist()
+        return [
+            Cost(ns, workspace, tuple([sizes[s] for s in task.made.values()]))
+            for task, ns, workspace in zip(self._lowered.tasks, *figures, strict=True)
+        ]
+
+    def scaled(self, known: dict[Values, int], values: Values) -> int:
+        """Return an upper bound of a figure that grows with the shape, from known ones."""
+        here = self._growing(values)
+        return max(
+            (-(-figure * max(here, there) // there) if figure > 0 else figure)
+            for shape, figure in known.items()
+            for there in [self._growing(shape)]
+        )
+
+    def _growing(self, values: Values) -> int:
+        """Return the bytes of the storages that grow with the shape, at a shape."""
+        return max(int(self.of(values)[0][self._grows].sum()), 1)
+
+    def total(self, values: Values) -> int:
+        """Return the bytes of all storages at a shape."""
+        return max(int(self.of(values)[0].sum()), 1)
+
+    # -- shapes
+
+    def _scope(self, values: Values) -> dict[str, int]:
+        return dict(zip(self._lowered.symbols, values, strict=True))
+
+    def broken_at(self, values: Values) -> str:
+        """Return a condition of its kernels that does not hold at a shape; empty if all do."""
+        scope, groups = self._scope(values), groups_among(t.node for t in self._lowered.tasks)
+        found = dict.fromkeys(text for group in groups for text in group.conditions)
+        return next((text for text in found if not symbols.evaluated(text, scope)), "")
+
+    def values_at(self, shapes: Shapes) -> Values | None:
+        """Return the values of the symbols at the shapes of a call; ``None`` if unknown."""
+        if self._origins is None:
+            return None
+        found = []
+        for leaf, dimension in self._origins:
+            shape = shapes[leaf]
+            assert shape is not None
+            found.append(shape[dimension])
+        return tuple(found)
+
+    def shapes_at(self, values: Values, like: Shapes) -> Shapes:
+        """Return the shapes of a call at which the symbols have some values.
+
+        Leaves whose sizes are unknown have the shapes in `like`, which are those of any call of the
+        graph.
+        """
+        scope, found = self._scope(values), list(like)
+        for leaf, sizes in self._leaf_sizes.items():
+            found[leaf] = tuple([int(symbols.evaluated(size, scope)) for size in sizes])
+        return tuple(found)
+
+    def largest_held(self, limit_bytes: int) -> Values | None:
+        """Return the largest shape that has a plan within a limit; ``None`` without one."""
+        known = (shape for shape, limit in self.held.items() if limit <= limit_bytes)
+        return max(known, key=self.total, default=None)
 
 
-def origin_values(lowered: Lowered, primals: Sequence[Any]) -> list[int]:
+def last_fitting(begin: Values, end: Values, fits: Callable[[Values], bool]) -> Values:
+    """Return the last shape that fits on the way from one that does to one that does not."""
+
+    def between(part: int) -> Values:
+        return tuple(a + (b - a) * part // _PARTS for a, b in zip(begin, end, strict=True))
+
+    return between(bisect_left(range(1, _PARTS), True, key=lambda part: not fits(between(part))))
+
+
+def origin_values(lowered: Lowered, primals: Sequence[Any]) -> Values:
     """Return the values of the symbols in a call, from the inputs of its joint graph."""
-    return [
-        int(primals[index] if dimension is None else primals[index].shape[dimension])
-        for index, dimension in lowered.symbols.values()
-    ]
+    return tuple(
+        [
+            int(primals[index] if dimension is None else primals[index].shape[dimension])
+            for index, dimension in lowered.symbols.values()
+        ]
+    )
 
 
 class _Concrete:
@@ -283,7 +395,7 @@ class _Concrete:
 def at(lowered: Lowered, sizes: Sequence[int], values: Sequence[int]) -> Lowered:
     """Return the graph with plain sizes; operations and storages keep their numbers.
 
-    `sizes` are the bytes of the storages (`Sizes.of`), and `values` those of the symbols.
+    `sizes` are the bytes of the storages (`AnySize`), and `values` those of the symbols.
     """
     nodes = _Concrete(lowered, dict(zip(lowered.symbols, values, strict=True))).run()
     kept = {node: made for node, made in nodes.items() if isinstance(made, fx.Node)}
