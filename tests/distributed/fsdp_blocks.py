@@ -111,7 +111,8 @@ def orders(*, root: bool, reshard: bool, shard_first: bool) -> list[str]:
     limit = tighten(planned)
     found += trained(plain, planned, STEPS) + peaks(plain, planned, limit)
     middle = tighten(planned, 300_000)
-    if all(planned.plan.parts.recomputed(planned.plan.choice)):
+    chosen = zip(planned.plan.parts.sites, planned.plan.choice, strict=True)
+    if all(block.is_again(k) for block, k in chosen):
         found.append("the limit in the middle is not used")
     found += trained(plain, planned, 3) + peaks(plain, planned, middle, share=0.95)
     if len(planned.curve().bytes) < 3 or "blocks" not in planned.report():

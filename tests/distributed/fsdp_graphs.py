@@ -79,7 +79,7 @@ def several_limits() -> list[str]:
         found.append(f"{used} programs are used")
     if "a part kept" not in planned.display():
         found.append(planned.display())
-    ways = [[p.ops.tolist() for p in b.graph.kind.programs] for b in planned.plan.parts.sites]
+    ways = [[p.ops.tolist() for p in b.graph.programs] for b in planned.plan.parts.sites]
     everywhere = on_all(ways)
     return found if everywhere[0] == everywhere[1] else [*found, "programs differ between ranks"]
 

@@ -154,7 +154,7 @@ def drifting_graphs() -> list[str]:
         planned.measure(batch(0))
         fsdp_blocks.tighten(planned, 300_000)
         plan = planned.plan
-        kind = plan.parts.sites[1].graph.kind
+        kind = plan.parts.sites[1].graph
         names = [operation.name for operation in kind.programs[0].graph.operations]
         lying_twice = [
             number
@@ -203,7 +203,7 @@ def varying(model: str) -> list[str]:
     if model == "chain":
         runs = plan.sequence.count_forwards()[2]
     else:
-        runs = 1 + plan.parts.recomputed(plan.choice)[1]
+        runs = 1 + plan.parts.sites[1].is_again(plan.choice[1])
     if runs != 1:
         found.append(f"it runs forward {runs} times")
     if "proved in" not in planned.report():

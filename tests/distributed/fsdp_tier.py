@@ -114,7 +114,7 @@ def several_limits() -> list[str]:
         found.append(report)
     if ("disks wear out" in report) != ON_CPU:
         found.append(report)
-    ways = [[p.actions.tolist() for p in b.graph.kind.programs] for b in planned.plan.parts.sites]
+    ways = [[p.actions.tolist() for p in b.graph.programs] for b in planned.plan.parts.sites]
     everywhere = on_all(ways)
     if everywhere[0] != everywhere[1]:
         found.append("programs differ between ranks")
@@ -218,7 +218,7 @@ def other_speeds() -> list[str]:
         found.append(f"the plan is as before: {link}")
     if len({str(link) for link in on_all(link)}) > 1:
         found.append("the links differ")
-    ways = [[p.actions.tolist() for p in b.graph.kind.programs] for b in planned.plan.parts.sites]
+    ways = [[p.actions.tolist() for p in b.graph.programs] for b in planned.plan.parts.sites]
     everywhere = on_all((ways, planned.plan.choice))
     return found if everywhere[0] == everywhere[1] else [*found, "programs differ between ranks"]
 

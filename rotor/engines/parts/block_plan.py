@@ -9,7 +9,7 @@ measured, with every block computed again. The code between the blocks is metere
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, median_low
 from typing import Any, ClassVar
@@ -22,11 +22,11 @@ from rotor.common.checksums import NO_ROOM, has_room
 from rotor.common.joining import joined
 from rotor.common.progress import progress
 from rotor.common.ranks import RankError, Ranks
-from rotor.common.tensor_trees import Flags, output_tensors, tree_tensors
+from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.engines.chain.sharded import Sharding
 from rotor.engines.parts.block_graphs import (
-    BlockGraph,
     GraphCalls,
+    graphs_of,
     share_graphs,
     share_programs,
 )
@@ -34,17 +34,16 @@ from rotor.engines.parts.blocks import (
     AGAIN,
     FIRST_PROGRAM,
     KEPT,
+    Block,
     BlockStage,
     BlockStep,
     Calls,
-    Kept,
     NoBlocks,
     apart,
     observe_blocks,
 )
 from rotor.engines.parts.captures import Captures
-from rotor.engines.parts.kinds import Kind
-from rotor.engines.parts.plan import Parts, PartsPlan, Placement, place_of
+from rotor.engines.parts.plan import Parts, PartsPlan, place_of
 from rotor.errors import InfeasibleError
 from rotor.graph.assembly import (
     Bases,
@@ -62,66 +61,6 @@ from rotor.timing import Clock
 from rotor.units import exact_bytes
 
 _ROUNDS = 3
-
-
-@dataclass(eq=False)
-class Block:
-    """Block of a model."""
-
-    stage: BlockStage
-    flags: Flags
-    """Flags of the tensors of its output that require gradients."""
-    options: list[Option] = field(default_factory=list)
-    """Options: to compute it again, to keep what autograd saves, and its graph's programs."""
-    graph: BlockGraph | None = field(default=None, repr=False)
-    whole: str = ""
-    """Reason for which it was not captured."""
-    is_lost: bool = False
-    """True if a step could not run its graph, which is not used any more."""
-    kept: Kept = field(default_factory=Kept)
-    """Reason for which it is never computed again."""
-    levels: tuple[int, int, int] = (0, 0, 0)
-    """Bytes above the bases at which the forwards and the backwards of its programs begin, and
-    their time in ns beside the operations of the graph.
-    """
-
-    @property
-    def name(self) -> str:
-        """Path of the block in the model."""
-        return self.stage.name
-
-    def open_options(self) -> list[Option]:
-        """Return the options; those of a lost graph are replaced by computing the block again.
-
-        All options of a block that does not repeat are to keep it.
-        """
-        if self.kept.reason:
-            return [self.options[KEPT]] * len(self.options)
-        if not self.is_lost:
-            return self.options
-        programs = [self.options[AGAIN]] * len(self.options[FIRST_PROGRAM:])
-        return [*self.options[:FIRST_PROGRAM], *programs]
-
-    def running(self, k: int) -> Kind | None:
-        """Return the graph that runs under option `k`; ``None`` without one."""
-        return self.graph.kind if k >= FIRST_PROGRAM and self.graph and not self.is_lost else None
-
-    def program_options(self) -> list[Option]:
-        """Return the options that are programs of its graph, by the measured levels."""
-        if self.graph is None:
-            return []
-        forward, backward, time_ns = self.levels
-        found = self.graph.options()
-        least = min(option.time_ns for option in found)
-        return [
-            replace(
-                option,
-                forward_bytes=forward + option.forward_bytes,
-                backward_bytes=backward + option.backward_bytes,
-                time_ns=time_ns + option.time_ns - least,
-            )
-            for option in found
-        ]
 
 
 @dataclass
@@ -145,12 +84,6 @@ class Blocks(Parts):
     link: Link | None = None
     """Link to the second tier for which programs were searched."""
 
-    def programs(self, choice: Sequence[int]) -> list[Placement | None]:
-        """Return the programs of a choice, with the places of their values in the tier."""
-        kinds = [b.running(k) for b, k in zip(self.sites, choice, strict=True)]
-        numbered = zip(kinds, choice, strict=True)
-        return [None if kind is None else kind.program(k - FIRST_PROGRAM) for kind, k in numbered]
-
     def may_offload(self) -> bool:
         """Return whether a block has a graph that a step can still run."""
         return any(
@@ -161,50 +94,19 @@ class Blocks(Parts):
     def follow_link(self, ranks: Ranks) -> None:
         """Add programs for another speed of the tier; a collective operation."""
         self.link = None if self.offload is None else self.offload.link
-        graphs = [block.graph for block in self.sites]
-        for kind in dict.fromkeys(graph.kind for graph in graphs if graph is not None):
+        for kind in graphs_of(self.sites):
             kind.follow_link()
-        share_programs(ranks, graphs)
+        share_programs(ranks, self.sites)
         for block in self.sites:
-            if len(block.options) > FIRST_PROGRAM:
-                block.options = [*block.options[:FIRST_PROGRAM], *block.program_options()]
+            if len(block.all_options) > FIRST_PROGRAM:
+                others = block.all_options[:FIRST_PROGRAM]
+                block.all_options = [*others, *block.program_options()]
         _join_options(ranks, self)
-
-    def options(self) -> list[list[Option]]:
-        """Return the options of each block."""
-        return [site.open_options() for site in self.sites]
 
     def settled(self, choice: list[int]) -> list[int]:
         """Return a choice that names the only option of blocks that do not repeat."""
         chosen = zip(self.sites, choice, strict=True)
         return [KEPT if block.kept.reason else k for block, k in chosen]
-
-    def recomputed(self, choice: Sequence[int]) -> list[bool]:
-        """Return the flags of the blocks that are computed again, as a whole."""
-        chosen = zip(self.sites, choice, strict=True)
-        return [k == AGAIN or (k != KEPT and block.is_lost) for block, k in chosen]
-
-    def recomputes(self, choice: Sequence[int]) -> bool:
-        """Return whether a block, or an operation in one, is computed again."""
-        return any(self.recomputed(choice)) or any(
-            kind.recomputes(k - FIRST_PROGRAM)
-            for block, k in zip(self.sites, choice, strict=True)
-            if (kind := block.running(k)) is not None
-        )
-
-    def unrepeatable(self) -> list[str]:
-        """Return the reason for which each block is never computed again, if any."""
-        return [block.kept.reason for block in self.sites]
-
-    def names(self, choice: Sequence[int]) -> list[str]:
-        """Return the blocks, and the treatment of each."""
-        rows = zip(self.sites, choice, self.recomputed(choice), strict=True)
-        return [
-            f"{block.name}: "
-            + ("kept" if k == KEPT else "computed again" if again else "a part kept")
-            + (", a part offloaded" if k >= FIRST_PROGRAM and block.options[k].tier_bytes else "")
-            for block, k, again in rows
-        ]
 
     def described(self) -> str:
         """Return the number of blocks, and reasons for which some have no graph."""
@@ -299,12 +201,14 @@ def measure_blocks(
         )
     for block, why in zip(blocks, kept, strict=True):
         block.kept = why
-    with apart(model, sharding, arguments) as own:
-        _capture(model, blocks, lambda: call(own), own, captures)
-    for block, (graph, reason) in zip(
-        blocks, share_graphs(sharding.ranks, [block.graph for block in blocks]), strict=True
-    ):
-        block.graph, block.whole = graph, block.whole or reason
+    free = [block for block in blocks if not (block.kept.reason or block.kept.has_state)]
+    capturing = progress(len(blocks), "capturing the blocks of the model")
+    with apart(model, sharding, arguments) as own, capturing as update:
+        GraphCalls(model, free, own, captures).run(lambda: call(own), update)
+    for block in blocks:
+        if block.kept.has_state:
+            block.whole = "it changes state in Python"
+    share_graphs(sharding.ranks, blocks)
     rounds = []
     for _ in range(_ROUNDS):
         with apart(model, sharding, arguments) as own:
@@ -314,25 +218,6 @@ def measure_blocks(
     offload = captures.offload
     link = None if offload is None else offload.link
     return _joined(sharding.ranks, replace(found, offload=offload, link=link))
-
-
-def _capture(
-    model: nn.Module,
-    blocks: Sequence[Block],
-    call: Callable[[], Any],
-    arguments: Any,
-    captures: Captures,
-) -> None:
-    """Capture the blocks that can be captured as a graph."""
-    free = [b.stage for b in blocks if not (b.kept.reason or b.kept.has_state)]
-    calls = GraphCalls(model, free, arguments, captures)
-    with progress(len(blocks), "capturing the blocks of the model") as update:
-        calls.run(call, update)
-    for block in blocks:
-        block.graph = calls.found.get(block.stage.module)
-        block.whole = calls.reasons.get(block.stage.module, "")
-        if block.kept.has_state:
-            block.whole = "it changes state in Python"
 
 
 def _measured(
@@ -399,7 +284,7 @@ def _priced(
         found[part][k] = max(found[part][k], peak + base)
     forward, backward, between = found.values()
     for k, block in enumerate(blocks):
-        block.options = _options(k, block, segments, rounds, backward[k] - base)
+        block.all_options = _options(k, block, segments, rounds, backward[k] - base)
     last = median_low(r.segments[-1].end_bytes for r in rounds) + base
     between[0] = max(between[0], last + sharding.final_reduce_bytes([b.stage for b in blocks]))
     return Blocks(
@@ -455,12 +340,12 @@ def _joined(ranks: Ranks, mine: Blocks) -> Blocks:
 
 def _join_options(ranks: Ranks, mine: Blocks) -> None:
     """Take mean times and the largest bytes of all ranks' options."""
-    found = ranks.exchange([block.options for block in mine.sites])
+    found = ranks.exchange([block.all_options for block in mine.sites])
     for k, site in enumerate(mine.sites):
         rows = [options[k] for options in found]
         fewest = min(map(len, rows))
         columns = zip(*(row[:fewest] for row in rows), strict=True)
-        site.options = [joined(column, mean=["time_ns"]) for column in columns]
+        site.all_options = [joined(column, mean=["time_ns"]) for column in columns]
 
 
 # -- planning

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -35,10 +35,11 @@ from rotor.engines.chain.sharded import ShardedRun, ShardedStage, Sharding
 from rotor.engines.chain.snapshot import CURE, StageOrigins, python_before
 from rotor.engines.chain.stages import Stage
 from rotor.engines.parts.chained import mark_backward
-from rotor.engines.parts.kinds import backward_marks
-from rotor.engines.parts.plan import PlacedStep
+from rotor.engines.parts.kinds import Kind, backward_marks
+from rotor.engines.parts.plan import PlacedStep, Placement
 from rotor.engines.parts.probe import Saves
 from rotor.engines.proofs import VARIED, Difference, RunProof, ShardedProof, buffers_before
+from rotor.graph.assembly import Option
 
 AGAIN, KEPT, FIRST_PROGRAM = 0, 1, 2
 """Options of a block: computed again, kept by autograd, the programs of its graph."""
@@ -68,6 +69,114 @@ class BlockStage(ShardedStage):
         """Run the forward."""
         args, kwargs = x
         return self.forward(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Reason for which a block may run forward only once, and none of its graphs may be used."""
+
+    reason: str = ""
+    """Part of a sentence; empty if the block may run again."""
+    varies: bool = False
+    """True if two runs of it gave different bits."""
+    has_state: bool = False
+    """True if it changes state in Python, which a graph would not."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Block of a model."""
+
+    stage: BlockStage
+    flags: Flags
+    """Flags of the tensors of its output that require gradients."""
+    all_options: list[Option] = field(default_factory=list)
+    """Options: to compute it again, to keep what autograd saves, and its graph's programs."""
+    graph: Kind | None = field(default=None, repr=False)
+    """Captured graph, and its programs; blocks that are alike share it."""
+    signature: Any = None
+    """Signature of the captured call."""
+    is_held: bool = False
+    """True if another block, called later, holds the outputs."""
+    whole: str = ""
+    """Reason for which it was not captured."""
+    is_lost: bool = False
+    """True if a step could not run its graph, which is not used any more."""
+    kept: Kept = field(default_factory=Kept)
+    """Reason for which it is never computed again."""
+    around_bytes: ClassVar[int] = 0
+    """Bytes around it that are beside the measured ones."""
+    levels: tuple[int, int, int] = (0, 0, 0)
+    """Bytes above the bases at which the forwards and the backwards of its programs begin, and
+    their time in ns beside the operations of the graph.
+    """
+
+    @property
+    def name(self) -> str:
+        """Path of the block in the model."""
+        return self.stage.name
+
+    def described(self, k: int) -> str:
+        """Return the name, and the treatment under option `k`."""
+        treatment = "kept" if k == KEPT else "computed again" if self.is_again(k) else "a part kept"
+        moves = k >= FIRST_PROGRAM and self.all_options[k].tier_bytes
+        return f"{self.name}: {treatment}" + (", a part offloaded" if moves else "")
+
+    def is_again(self, k: int) -> bool:
+        """Return whether it is computed again, as a whole."""
+        return k == AGAIN or (k != KEPT and self.is_lost)
+
+    def recomputes(self, k: int) -> bool:
+        """Return whether it, or an operation in it, is computed again."""
+        kind = self.running(k)
+        return self.is_again(k) or (kind is not None and kind.recomputes(k - FIRST_PROGRAM))
+
+    @property
+    def unrepeatable(self) -> str:
+        """Reason for which it is never computed again; empty without one."""
+        return self.kept.reason
+
+    def options(self) -> list[Option]:
+        """Return the options; those of a lost graph are replaced by computing the block again.
+
+        All options of a block that does not repeat are to keep it.
+        """
+        if self.kept.reason:
+            return [self.all_options[KEPT]] * len(self.all_options)
+        if not self.is_lost:
+            return self.all_options
+        programs = [self.all_options[AGAIN]] * len(self.all_options[FIRST_PROGRAM:])
+        return [*self.all_options[:FIRST_PROGRAM], *programs]
+
+    def running(self, k: int) -> Kind | None:
+        """Return the graph that runs under option `k`; ``None`` without one."""
+        return self.graph if k >= FIRST_PROGRAM and not self.is_lost else None
+
+    def program(self, k: int) -> Placement | None:
+        """Return the program of option `k`, and the places of its values; ``None`` without one."""
+        kind = self.running(k)
+        return None if kind is None else kind.program(k - FIRST_PROGRAM)
+
+    def program_options(self) -> list[Option]:
+        """Return the options that are programs of its graph, by the measured levels.
+
+        The gradients of the outputs exist when the backward begins, and are not counted.
+        """
+        if self.graph is None:
+            return []
+        forward, backward, time_ns = self.levels
+        found, lowered = self.graph.options(self.is_held), self.graph.captured.lowered
+        given = sum(lowered.storages[s][0] for s in set(lowered.tasks[lowered.loss].made.values()))
+        least = min(option.time_ns for option in found)
+        return [
+            replace(
+                option,
+                forward_bytes=forward + option.forward_bytes,
+                backward_bytes=backward + option.backward_bytes - given,
+                time_ns=time_ns + option.time_ns - least,
+            )
+            for option in found
+        ]
 
 
 class BlockRun(ShardedRun):
@@ -138,7 +247,7 @@ class BlockRun(ShardedRun):
 
 
 class BlockStep:
-    """Context in which blocks of a model (`block_plan.Block`) run as planned.
+    """Context in which blocks of a model run as planned.
 
     The choice has an option for each block: `AGAIN`, `KEPT`, or a program, counted from
     `FIRST_PROGRAM`. `mark` is called with "forward k", "after k", "backward k" and "before k" of
@@ -149,7 +258,7 @@ class BlockStep:
 
     def __init__(
         self,
-        blocks: Sequence[Any],
+        blocks: Sequence[Block],
         choice: Sequence[int],
         device: torch.device,
         *,
@@ -206,8 +315,8 @@ class BlockStep:
             if self._mark is not None:
                 mark_backward((args, kwargs), y, *backward_marks(self._mark, k))
             return y
-        if block.running(option) is not None:
-            y, is_done = self._run_program(k, block, option - FIRST_PROGRAM, args, kwargs)
+        if (kind := block.running(option)) is not None:
+            y, is_done = self._run_program(k, kind, option - FIRST_PROGRAM, args, kwargs)
             if is_done:
                 return y
         value = (args, kwargs)
@@ -223,14 +332,14 @@ class BlockStep:
         )
         return run.output(value)
 
-    def _run_program(self, k: int, block: Any, number: int, args: Any, kwargs: Any) -> Any:
+    def _run_program(self, k: int, kind: Kind, number: int, args: Any, kwargs: Any) -> Any:
         """Return the output of a program of a block's graph, and whether it could run."""
-        graph, module = block.graph, block.stage.module
-        if call_signature(args, kwargs) == graph.signature:
+        block, module = self._blocks[k], self._blocks[k].stage.module
+        if call_signature(args, kwargs) == block.signature:
             marks = None if self._mark is None else backward_marks(self._mark, k)
-            code = graph.kind.code_for(number, self._proof, k, block.name)
+            code = kind.code_for(number, self._proof, k, block.name)
             with self._replaced.paused(module):
-                y, failed = graph.kind.call(code, module, args, kwargs, marks, self._placed.of(k))
+                y, failed = kind.call(code, module, args, kwargs, marks, self._placed.of(k))
             if not failed:
                 return y, True
         self.failed.append(k)
@@ -361,18 +470,6 @@ class Calls:
         if any(leaf is not None and id(leaf) not in own for leaf in leaves):
             return "it uses tensors that require gradients and are not among its arguments"
         return None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Reason for which a block may run forward only once, and none of its graphs may be used."""
-
-    reason: str = ""
-    """Part of a sentence; empty if the block may run again."""
-    varies: bool = False
-    """True if two runs of it gave different bits."""
-    has_state: bool = False
-    """True if it changes state in Python, which a graph would not."""
 
 
 @contextmanager

@@ -99,6 +99,29 @@ class Site:
             return self.kind.name
         return f"{self.path}, call {self.number + 1}" if self.number else self.path
 
+    def options(self) -> list[Option]:
+        """Return the needs of each way to run it."""
+        return self.kind.options(self.is_held)
+
+    def program(self, k: int) -> Placement | None:
+        """Return a program, and the places of its values in a tier; ``None`` for a schedule."""
+        return self.kind.program(k) if isinstance(self.kind, Kind) else None
+
+    def described(self, k: int) -> str:
+        """Return the name, with the treatment of what is not captured."""
+        if isinstance(self.kind, ChainKind):
+            return f"{self.name}: {self.kind.treatment(k)}"
+        return self.name
+
+    def recomputes(self, k: int) -> bool:
+        """Return whether anything is computed again."""
+        return self.kind.recomputes(k)
+
+    @property
+    def unrepeatable(self) -> int:
+        """Number of operations, or stages, that are never recomputed."""
+        return self.kind.unrepeatable
+
 
 @dataclass(eq=False)
 class Pieces(Parts):
@@ -121,14 +144,6 @@ class Pieces(Parts):
     is_stale: bool = False
     searches: int = 1
 
-    def options(self) -> list[list[Option]]:
-        """Return the options of each piece."""
-        return [site.kind.options(site.is_held) for site in self.sites]
-
-    def around_bytes(self) -> list[int]:
-        """Return the bytes that are kept around each piece while it runs."""
-        return [site.around_bytes for site in self.sites]
-
     def has_shared_parameters(self, model: nn.Module) -> bool:
         """Return whether a captured call has a parameter that other code of the model uses too."""
         calls = [module for site in self.sites for module, _ in site.calls]
@@ -144,12 +159,6 @@ class Pieces(Parts):
         """Second tier of the model; ``None`` without one."""
         return self.captures.offload
 
-    def programs(self, choice: Sequence[int]) -> list[Placement | None]:
-        """Return the programs of a choice, with the places of their values in the tier."""
-        kinds = [site.kind for site in self.sites]
-        chosen = zip(kinds, choice, strict=True)
-        return [kind.program(k) if isinstance(kind, Kind) else None for kind, k in chosen]
-
     @property
     def kinds(self) -> list[Kind]:
         """Captured graphs, each once."""
@@ -160,15 +169,6 @@ class Pieces(Parts):
     def chains(self) -> list[ChainKind]:
         """Chains of stages that are not captured."""
         return [site.kind for site in self.sites if isinstance(site.kind, ChainKind)]
-
-    def names(self, choice: Sequence[int]) -> list[str]:
-        """Return the names of the pieces, and the treatment of those that are not captured."""
-        return [
-            f"{site.name}: {site.kind.treatment(k)}"
-            if isinstance(site.kind, ChainKind)
-            else site.name
-            for site, k in zip(self.sites, choice, strict=True)
-        ]
 
     def described(self) -> str:
         """Return the number of pieces, and the stages that run as chains."""
@@ -185,15 +185,6 @@ class Pieces(Parts):
             ]
         )
         return f"; not captured: {names}" if names else ""
-
-    def recomputes(self, choice: Sequence[int]) -> bool:
-        """Return whether anything is computed again under a choice."""
-        chosen = zip(self.sites, choice, strict=True)
-        return any(site.kind.recomputes(k) for site, k in chosen)
-
-    def unrepeatable(self) -> list[int]:
-        """Return the number of operations, or stages, of each piece that are never recomputed."""
-        return [site.kind.unrepeatable for site in self.sites]
 
     def graphs(self) -> list[Lowered]:
         """Return the operations of the captured parts, each graph once."""

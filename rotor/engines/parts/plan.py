@@ -98,6 +98,7 @@ class Parts(ABC):
     label: ClassVar[str]
     """Name of the parts in reports."""
     sites: list[Any]
+    """Parts, each with its ways to run (`pieces.Site`, `block_plan.Block`)."""
     bases: Bases
     """Bytes that are resident under every choice."""
     is_measured: bool
@@ -114,17 +115,9 @@ class Parts(ABC):
         """True if other parts may be found."""
         return False
 
-    @abstractmethod
     def options(self) -> list[list[Option]]:
         """Return the options of each part."""
-
-    @abstractmethod
-    def programs(self, choice: Sequence[int]) -> list[Placement | None]:
-        """Return the program of each part and the places that it needs; ``None`` without one."""
-
-    def around_bytes(self) -> list[int]:
-        """Return bytes that are in memory for certain while each part runs, beside its own."""
-        return [0] * len(self.sites)
+        return [site.options() for site in self.sites]
 
     def may_offload(self) -> bool:
         """Return whether a part has a graph, whose programs may move values to the tier."""
@@ -132,19 +125,22 @@ class Parts(ABC):
 
     def tier(self, choice: Sequence[int]) -> PartsTier | None:
         """Return the use of the second tier under a choice; ``None`` without a tier."""
-        return None if self.offload is None else PartsTier(self.offload, self.programs(choice))
+        if self.offload is None:
+            return None
+        chosen = zip(self.sites, choice, strict=True)
+        return PartsTier(self.offload, [site.program(k) for site, k in chosen])
 
-    @abstractmethod
     def names(self, choice: Sequence[int]) -> list[str]:
         """Return the name of each part, and its treatment."""
+        return [site.described(k) for site, k in zip(self.sites, choice, strict=True)]
 
-    @abstractmethod
     def recomputes(self, choice: Sequence[int]) -> bool:
         """Return whether anything is computed again under a choice."""
+        return any(site.recomputes(k) for site, k in zip(self.sites, choice, strict=True))
 
-    @abstractmethod
     def unrepeatable(self) -> list[Any]:
         """Return the facts on values that may not be recomputed: new ones refute a plan."""
+        return [site.unrepeatable for site in self.sites]
 
     @abstractmethod
     def describe_outside(self) -> str:
@@ -320,7 +316,7 @@ def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) 
     What is predicted for a part can be too much, by as much as its neighbourhood then seems to need
     too little: less than what surely is there is not believed.
     """
-    parts, around = plan.parts, plan.parts.around_bytes()
+    parts = plan.parts
     chosen = [options[k] for options, k in zip(parts.options(), plan.choice, strict=True)]
     found: dict[tuple[str, int], int] = {}
     pending: set[int] = set()
@@ -337,7 +333,7 @@ def measured_bases(plan: PartsPlan[Any], step: StepBytes, *, most: bool = True) 
             peak -= chosen[k].backward_bytes
         peak -= sum(chosen[j].kept_bytes for j in pending if j < k)
         if part != "between":
-            peak = max(peak, around[k])
+            peak = max(peak, parts.sites[k].around_bytes)
         found[place] = max(found.get(place, peak), peak)
 
     def measured(part: str, old: tuple[int, ...]) -> tuple[int, ...]:

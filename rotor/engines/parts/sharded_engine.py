@@ -20,6 +20,7 @@ from rotor.engines.graph.costs.recorded import MEASURED, source_of
 from rotor.engines.graph.engine import check_generator
 from rotor.engines.graph.sizing import warn_unrepeatable
 from rotor.engines.learning import MeteredEngine, confirmed
+from rotor.engines.parts.block_graphs import graphs_of
 from rotor.engines.parts.block_plan import (
     Blocks,
     make_blocks_plan,
@@ -117,8 +118,7 @@ class ShardedBlocksEngine(MeteredEngine):
             f"{b.name} ({type(b.stage.module).__name__})" for b in found.sites if b.kept.varies
         ]
         self.warn_varying("block", names)
-        kinds = dict.fromkeys(b.graph.kind for b in found.sites if b.graph is not None)
-        warn_unrepeatable(self.context, [kind.lowered for kind in kinds])
+        warn_unrepeatable(self.context, [kind.lowered for kind in graphs_of(found.sites)])
 
     def _share_link(self) -> None:
         """Count on the slowest tier of all ranks, and the least limit; a collective operation."""
