@@ -167,9 +167,12 @@ class GraphEngine(MeteredEngine):
             self.sizing.captured_separately(key, arguments, reason)
         elif self.follows_shapes:
             make = partial(self._new_capture, self._backend(key))
-            reached = self.sizing.reach(key, loss_fn, arguments, make)
-            step = None if reached is None else self._of_any_size(key, reached, call)
+            profiled = partial(self._profiled, key, call=call)
+            step = self.sizing.shared(key, loss_fn, arguments, make, profiled)
             if step is not None:
+                for measured, known in self.steps.items():
+                    if known.shares_shapes:
+                        self.improver.forget(measured)
                 return step
         begun = time.thread_time()
         with progress(1, "capturing the model"):
@@ -253,23 +256,6 @@ class GraphEngine(MeteredEngine):
             release(refused)
         return capture, found
 
-    def _of_any_size(self, key: Key, found: Unplanned, call: Call) -> CapturedStep | None:
-        """Return the step of a call that was captured with symbols; None if no graph holds."""
-        family = self.sizing.families[kind_of(key.measured)]
-        assert family.capture is not None
-        try:
-            step = self._profiled(key, family.capture, found, call, family)
-        except CaptureError as error:
-            # A kernel cannot be compiled for all sizes.
-            family.refusal = str(error).splitlines()[-1]
-            family.separate_count += 1
-            release(error)
-            return None
-        for measured, known in self.steps.items():
-            if known.shares_shapes:
-                self.improver.forget(measured)
-        return step
-
     def _profiled(
         self,
         key: Key,
@@ -299,9 +285,7 @@ class GraphEngine(MeteredEngine):
                 return price(source, *known, progress=update)
 
         try:
-            step = None if family is None else family.step_of(found)
-            is_new = step is None
-            step = step or made_step(
+            step = made_step(
                 CapturedStep,
                 capture,
                 found,
@@ -321,7 +305,7 @@ class GraphEngine(MeteredEngine):
             )
         finally:
             found.drop()
-        if is_new:
+        if family is None or step in family.graphs:
             warn_unrepeatable(self.context, [lowered])
             self.sizing.add(key, step, self.steps)
         self.steps[key.measured] = step
@@ -395,7 +379,8 @@ class GraphEngine(MeteredEngine):
         step = step.base.variant(step.existing, self._agreed(step.absent_tangents))
         planned = partial(self._planned, step, key, limit_bytes, reserve_bytes)
         if step.shares_shapes:
-            return planned(None)
+            with self.sizing.timed(key):
+                return planned(None)
         if self._is_improving():
             return self.improver.plan(key, step, limit_bytes, planned)
         self.improver.settle(key.measured, self.steps[key.measured])
@@ -414,13 +399,17 @@ class GraphEngine(MeteredEngine):
         """Return a step's plan; one without doubtful tangents if no other fits."""
 
         def plan_of(step: CapturedStep) -> GraphPlan:
-            make = partial(self._found, step, key, limit_bytes)
+            find = step.solve if step.shares_shapes else solve
+            reserve = max(reserve_bytes, step.expected_excess)
+            make = partial(self._found, step, key, limit_bytes, reserve, find)
             try:
-                return self.sizing.plan(step, key, reserve_bytes, solve, make)
+                plan = make()
             except InfeasibleError:
                 if not any(each(self.context.peers.ranks, step.lowered.drop_preferences)):
                     raise
-            return self.sizing.plan(step, key, reserve_bytes, solve, make)
+                plan = make()
+            step.adopt(plan)
+            return plan
 
         try:
             return plan_of(step)

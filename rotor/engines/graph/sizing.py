@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from rotor._pytorch import core, symbols
 from rotor.common.calls import PlainValues, leaf_expressions
+from rotor.common.frames import release
 from rotor.common.progress import progress
 from rotor.engines.contract import Call, CannotPlan, Context, Key
 from rotor.engines.graph.capture import Capture, Captured, Unplanned
@@ -23,7 +25,6 @@ from rotor.engines.graph.code.handover import Away
 from rotor.engines.graph.costs.profile import Cost, keys_of
 from rotor.engines.graph.costs.repeating import described_unrepeatable, keep_unrepeatable
 from rotor.engines.graph.costs.symbols import AnySize, Shapes, origin_values
-from rotor.engines.graph.planned import GraphPlan
 from rotor.engines.graph.tracing.lowering import Lowered
 from rotor.errors import CaptureError, InfeasibleError
 from rotor.report.text import Text
@@ -335,11 +336,14 @@ def made_step(
 ) -> CapturedStep:
     """Return the step of a captured call; with a family, of one whose graph its shapes share.
 
-    `slots` are those of the module's parameters, and `state` has those that are in a second tier. A
-    graph with symbols has the costs that `price` returns at the sizes of the call, and those of the
-    shapes that were captured alone. `facts` are other fields of the step.
+    That of a known graph has its costs. `slots` are those of the module's parameters, and `state`
+    has those that are in a second tier. A new graph with symbols has the costs that `price` returns
+    at the sizes of the call, and those of the shapes that were captured alone. `facts` are other
+    fields of the step.
     """
     captured, lowered = found.captured, found.captured.lowered
+    if family is not None and (known := family.step_of(found)) is not None:
+        return known
     with core.NOTHING if state is None else state.shells(slots):
         owners = owners_of(lowered, found.primals, slots, arguments)
     if family is None:
@@ -353,8 +357,8 @@ def made_step(
         for measured, one in family.alone.items():
             there = any_size.values_at(family.shapes[measured])
             if there is not None and there != values:
-                known = zip(keys_of(one.captured.lowered, device), one.base.costs, strict=True)
-                any_size.add_known(there, dict(known))
+                priced = zip(keys_of(one.captured.lowered, device), one.costs, strict=True)
+                any_size.add_known(there, dict(priced))
         facts |= {"any_size": any_size, "values": values}
     away = Away.of(state, lowered, owners, slots)
     step = kind(capture, captured, costs, device, owners=owners, away=away, **facts)
@@ -379,17 +383,24 @@ class Sizing:
 
     # -- measuring
 
-    def reach(
-        self, key: Key, loss_fn: Any, arguments: Any, make: Callable[[], Capture]
-    ) -> Unplanned | None:
-        """Capture a further shape with symbols, or find its graph; None if it is captured alone.
+    def shared(
+        self,
+        key: Key,
+        loss_fn: Any,
+        arguments: Any,
+        make: Callable[[], Capture],
+        profiled: Callable[..., CapturedStep],
+    ) -> CapturedStep | None:
+        """Return the step of a further shape; None if its call is captured alone.
 
-        `make` makes a capture. Raise CannotPlan if the capture of another shape has failed.
+        `make` makes a capture, and `profiled` a step of it, a captured call and a family. Raise
+        CannotPlan if the capture of another shape has failed.
         """
         family = self.families.joined(key.measured, self.context.module, arguments)
         if family.error is not None:
             raise CannotPlan(CaptureError(*family.error.args))
         family.keep()
+        family.alone.pop(key.measured, None)
         found, differing = None, family.note(key.measured, arguments)
         if differing and not family.refusal:
             text = family.text(family.shapes[key.measured], differing)
@@ -397,8 +408,15 @@ class Sizing:
             with progress(1, doing), self.context.shells():
                 given = (loss_fn, *arguments)
                 found = family.reach(make, self.context.module, given, arguments, differing)
-        family.separate_count += found is None
-        return found
+        try:
+            if found is not None:
+                return profiled(family.capture, found, family=family)
+        except CaptureError as error:
+            # A kernel cannot be compiled for all sizes.
+            family.refusal = str(error).splitlines()[-1]
+            release(error)
+        family.separate_count += 1
+        return None
 
     def captured_separately(self, key: Key, arguments: tuple[Any, ...], reason: str) -> None:
         """Note a shape that is captured alone, for a reason why no size can be a symbol."""
@@ -436,8 +454,8 @@ class Sizing:
                 continue
             if measured in context.learned_loss:
                 made.any_size.losses[there] = context.learned_loss[measured]
-            for key in [key for key in context.plans if key.measured == measured]:
-                made.any_size.held[there] = context.plans.pop(key).limit_bytes
+            for other in [other for other in context.plans if other.measured == measured]:
+                made.any_size.held[there] = context.plans.pop(other).limit_bytes
             steps[measured] = made.at(there)
             del family.alone[measured]
             family.separate_count -= 1
@@ -461,29 +479,14 @@ class Sizing:
 
     # -- planning
 
-    def plan(
-        self,
-        step: CapturedStep,
-        key: Key,
-        reserve_bytes: int,
-        solve: Any,
-        make: Callable[[int, Any], GraphPlan],
-    ) -> GraphPlan:
-        """Return the plan of a step, which shapes may share.
-
-        `make` makes a plan from the bytes set aside and a search for programs: the step's own, else
-        `solve`, and the planner's if that is None. Raise InfeasibleError if no program fits;
-        `too_large` has a better message.
-        """
-        if not step.shares_shapes:
-            return make(reserve_bytes, solve)
-        family, begun = self.families.of(key.measured), time.monotonic()
-        plan = make(max(reserve_bytes, step.expected_excess), step.solve)
-        step.adopt(plan)
+    @contextmanager
+    def timed(self, key: Key) -> Iterator[None]:
+        """Count the time of a context as that of planning a shape, unless it raises."""
+        begun = time.monotonic()
+        yield
+        spent, family = time.monotonic() - begun, self.families.of(key.measured)
         if family is not None:
-            spent = family.seconds.get(key.measured, 0.0)
-            family.seconds[key.measured] = spent + time.monotonic() - begun
-        return plan
+            family.seconds[key.measured] = family.seconds.get(key.measured, 0.0) + spent
 
     def described(self, key: Key) -> str:
         """Return the shape of a call as text; empty if all calls have the same shape."""

@@ -156,7 +156,7 @@ class Captures:
                 orders: dict[Any, Any] = {}
                 if family is None and self.away is not None:
                     orders = self._orders.setdefault((key[1:], len(lowered.tasks)), orders)
-                made = (family and family.step_of(found)) or made_step(
+                made = made_step(
                     Kind,
                     capture,
                     found,
