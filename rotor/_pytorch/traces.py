@@ -32,9 +32,12 @@ is_symbolic: Callable[[], bool] = fx._symbolic_trace.is_fx_symbolic_tracing
 """Return whether torch.fx runs a model on symbols, which no compiler reads."""
 
 
-def kernel_choices() -> tuple[bool, ...]:
-    """Return which implementations PyTorch may choose for attention, convolutions and the like."""
-    return tuple([ask() for ask in _ASKED])
+def choices() -> tuple[bool, ...]:
+    """Return which implementations PyTorch may choose for attention, convolutions and the like.
+
+    The last one is whether ``torch.nn.utils.parametrize.cached`` keeps weights.
+    """
+    return (*[ask() for ask in _ASKED], parametrize._cache_enabled > 0)
 
 
 def global_hooks() -> list[Any]:

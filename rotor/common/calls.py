@@ -249,7 +249,7 @@ def shared_places(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int, int]]
 
 def mode_signature(kind: str) -> tuple[Any, ...]:
     """Return the part of a signature that comes from modes, for a type of device."""
-    return (kind, *autocast_of(kind), modes.kernel_choices())
+    return (kind, *autocast_of(kind), modes.choices())
 
 
 def call_signature(args: Sequence[Any], kwargs: Any) -> Any:

@@ -1,14 +1,18 @@
-"""Values in the graph that leave a stage of a chain otherwise than by its output."""
+"""Values in the graph that leave a stage of a chain otherwise than by its output, or enter so."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from chain_blocks import BATCH, WIDTH, Block, planned, seeded, train
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 from training import same
 
 import rotor
@@ -160,3 +164,49 @@ def test_options_of_graphs_are_used_where_a_sequential_becomes_one(monkeypatch) 
         train(net, chk)
         assert (chk.planned_as == "chain") != becomes_graph
         assert set(efforts) == ({("fast", 3)} if becomes_graph else set())
+
+
+class Dropped(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(weight, 0.3, self.training)
+
+
+@pytest.mark.parametrize("kind", [spectral_norm, Dropped])
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize("limit", ["350 KB", "8 MB"])
+def test_weights_that_are_cached_once_for_two_calls_are_those_of_plain_pytorch(kind, begin, limit):
+    def steps(**options: Any) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(48, 48), nn.Tanh())])
+        for layer in (net[0], net[4]):
+            if kind is Dropped:
+                parametrize.register_parametrization(layer, "weight", Dropped())
+            else:
+                spectral_norm(layer)
+        model = rotor.Checkpointable(net, verbosity=0, **options) if options else net
+        found = []
+        for number in range(3):
+            torch.manual_seed(number)
+            x, other = torch.randn(2, 256, 48)
+            model.zero_grad()
+            with parametrize.cached() if number >= begin else nullcontext():
+                loss = model(x).square().mean() - model(other).mean()
+                loss.backward()
+            values = (
+                loss.detach(),
+                torch.rand(2),
+                *net.buffers(),
+                *[p.grad for p in net.parameters()],
+            )
+            found.append([value.clone() for value in values])
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for found, plain in zip(steps(mem_limit=limit), steps(), strict=True):
+            # Sums over both calls are made in another order.
+            torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-8)
+        with pytest.raises(
+            RuntimeError, match=r"0\.weight is another whenever its parametrization"
+        ):
+            steps(mem_limit=limit, engine="chain")

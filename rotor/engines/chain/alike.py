@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from rotor._pytorch import core
+from rotor.common.modes import RngTracker
 from rotor.common.tensor_trees import (
     Flags,
     check_output,
@@ -19,6 +21,7 @@ from rotor.common.tensor_trees import (
     tree_tensors,
     versions,
 )
+from rotor.common.undisturbed import trial
 from rotor.engines.chain.observe import Observation
 from rotor.engines.chain.stages import Stage
 
@@ -165,6 +168,23 @@ def structure_of(stage: Stage, x: Any, flags: Flags, seen: Observation) -> Hasha
         len(seen.mutable_buffers),
         len(seen.changes),
     )
+
+
+def changing_weight(model: nn.Module, device: torch.device) -> str:
+    """Return the name of a parametrized weight that is another whenever it is computed; or "".
+
+    ``torch.nn.utils.parametrize.cached`` computes it once for all stages and calls.
+    """
+    with trial(model, (), device), torch.no_grad():
+        for prefix, module in model.named_modules():
+            if not parametrize.is_parametrized(module):
+                continue
+            for name, weight in module.parametrizations.items():
+                rng = RngTracker(device)
+                before, values = rng.read(), weight()
+                if rng.drawn_since(before) or not torch.equal(values, weight()):
+                    return f"{prefix}.{name}" if prefix else name
+    return ""
 
 
 def _module(module: nn.Module) -> Hashable:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from rotor._pytorch import devices
+from rotor._pytorch.traces import are_parametrizations_cached
 from rotor.algorithms import Persistent
 from rotor.algorithms.curve import Curve
 from rotor.algorithms.sequence import Sequence as Schedule
@@ -20,6 +21,7 @@ from rotor.chain import Chain
 from rotor.common.calls import mode_signature
 from rotor.common.progress import progress
 from rotor.common.tensor_trees import tree_tensors
+from rotor.engines.chain.alike import changing_weight
 from rotor.engines.chain.growth import (
     StageWatch,
     kept_until_backward,
@@ -53,7 +55,15 @@ from rotor.engines.chain.sharded import (
 )
 from rotor.engines.chain.snapshot import ChainProof, StageOrigins, stages_before
 from rotor.engines.chain.stages import Stage, find_stages, made_gradients, shared_parameters
-from rotor.engines.contract import Call, Context, IsPending, Key, StartMeter, Unsuited
+from rotor.engines.contract import (
+    Call,
+    CannotPlan,
+    Context,
+    IsPending,
+    Key,
+    StartMeter,
+    Unsuited,
+)
 from rotor.engines.learning import MeteredEngine, confirmed, plan_with_guess
 from rotor.engines.peers import SharingRanks
 from rotor.engines.proofs import RunProof, ShardedProof, StepProof
@@ -168,6 +178,7 @@ class ChainEngine(PublishedChain, MeteredEngine):
     def measure(self, key: Key, call: Call) -> Inspection:
         """Measure every stage on the input of a call."""
         arg, peers, sharding = call.args[0], self.context.peers, self._sharding
+        self._check_weights(call)
         stages = find_stages(self.context.module, peers.ranks)
         self.prepare_measuring(arg)
         measuring_class: type[Measuring] = Measuring
@@ -204,6 +215,21 @@ class ChainEngine(PublishedChain, MeteredEngine):
         self.names = [stage.name for stage in inspection.stages]
         self.functions = modules_of(inspection.stages)
         return inspection
+
+    def _check_weights(self, call: Call) -> None:
+        """Raise CannotPlan if a cache of the caller's has one value of a weight for all stages."""
+        if not are_parametrizations_cached():
+            return
+        name = changing_weight(self.context.module, self.context.device_of(call))
+        if name:
+            raise CannotPlan(
+                RuntimeError(
+                    f"{name} is another whenever its parametrization computes it, and torch.nn."
+                    "utils.parametrize.cached() computes it once for all stages and calls, which "
+                    "stages that run apart from each other cannot share: leave cached() out, or "
+                    'use engine="graph" or "auto"'
+                )
+            )
 
     def _inferred(self, key: Key, stages: Sequence[Stage], arg: Any) -> Inspection | None:
         """Return a measure that follows from earlier ones; ``None`` if there is none."""
