@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import pkgutil
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -479,7 +480,7 @@ def check(required: str | Iterable[str] = _REQUIRED) -> None:
     missing = []
     for name in required.split() if isinstance(required, str) else required:
         try:
-            attrgetter(name)(torch)
+            pkgutil.resolve_name(f"torch.{name}")
         except AttributeError:
             missing.append(f"torch.{name}")
     if missing:

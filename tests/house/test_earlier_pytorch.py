@@ -141,3 +141,10 @@ def test_a_name_that_captures_lack_is_named_with_the_versions_that_have_it(monke
         chk(BATCH).sum().backward()
     plain(BATCH).sum().backward()
     assert torch.equal(chk.layers[0].weight.grad, plain.layers[0].weight.grad)
+
+
+def test_a_module_that_its_package_lacks_after_an_import_that_broke_off_is_known(monkeypatch):
+    monkeypatch.delattr(torch.utils, "_pytree")
+    core.check("utils._pytree.tree_flatten utils._pytree.PyTree")
+    with pytest.raises(ImportError, match=r"lacks torch\.utils\._pytree\.gone\. It works"):
+        core.check(["utils._pytree.gone"])
