@@ -142,20 +142,6 @@ static int see_sizes(py_handler_t *self) {
     return 0;
 }
 
-/* Whatever happened to it, the operation that began has ended. Keeps the exception. */
-static void abort_operation(py_handler_t *self) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    self->recorder->is_borrowed = false;
-    (void)rotor_recorder_abort(&self->recorder->book);
-    (void)py_book_release_guards(self->recorder);
-    (void)py_book_settle(self->recorder);
-    py_book_let_go(self->recorder);
-    if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-    }
-}
-
 /* Has the inputs in memory and room for the rest. */
 static int prepare(py_handler_t *self, py_run_t *run) {
     rotor_recorder_t *book = &self->recorder->book;
@@ -412,7 +398,7 @@ static PyObject *run_operator(py_handler_t *self, py_run_t *run) {
     }
     if (results == NULL || complete(self, run, results) != 0) {
         Py_CLEAR(results);
-        abort_operation(self);
+        py_handler_abort(self);
         return NULL;
     }
     if (run->varies && run->peak_bytes >= 0 && py_odd_note_varying(self, run) != 0) {

@@ -357,6 +357,8 @@ bool py_is_handler(PyObject *object);
 /* Keeps other threads out; a thread may enter again. */
 void py_handler_lock(py_handler_t *self);
 void py_handler_unlock(py_handler_t *self);
+/* Whatever happened to it, the operation that began has ended. Keeps the exception. */
+void py_handler_abort(py_handler_t *self);
 
 /* Runs one operator: session, func, types, args, kwargs. */
 PyObject *py_operator_run(py_handler_t *self, PyObject *const *args);

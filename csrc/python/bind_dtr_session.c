@@ -20,7 +20,23 @@ void py_handler_lock(py_handler_t *self) {
     self->depth = 1;
 }
 
+void py_handler_abort(py_handler_t *self) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    self->recorder->is_borrowed = false;
+    (void)rotor_recorder_abort(&self->recorder->book);
+    (void)py_book_release_guards(self->recorder);
+    (void)py_book_settle(self->recorder);
+    py_book_let_go(self->recorder);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+}
+
 void py_handler_unlock(py_handler_t *self) {
+    if (self->depth == 1 && self->recorder->book.frame_count > 0) {
+        py_handler_abort(self); /* An exception has left what Python began. */
+    }
     if (--self->depth == 0) {
         self->owner = 0;
         PyThread_release_lock(self->lock);

@@ -14,7 +14,7 @@ import torch
 from torch import autograd, overrides
 from torch.utils import _device, _python_dispatch
 
-from rotor._pytorch import core, devices
+from rotor._pytorch import core, devices, pointers
 
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Function that returns a number that no other storage has while this one lives."""
@@ -134,11 +134,10 @@ def innermost_modes() -> tuple[Any, Any]:
     return _python_dispatch._get_current_dispatch_mode(), functions[-1] if functions else None
 
 
-@contextmanager
 def backwards_within(
     mode: Any, joins: Callable[[Any], AbstractContextManager[object]]
-) -> Iterator[None]:
-    """Run every backward of this thread within a mode, in the context.
+) -> pointers.Place:
+    """Return what runs every backward of this thread within a mode.
 
     A backward of another thread runs in the context that `joins` returns for its first tensors.
     """
@@ -149,8 +148,7 @@ def backwards_within(
         with mode if threading.get_ident() == owner else joins(outputs):
             return run(outputs, *args, **kwargs)
 
-    with core.replaced(autograd, _engine_run_backward=run_within):
-        yield
+    return autograd, "_engine_run_backward", run_within
 
 
 class Backward(NamedTuple):

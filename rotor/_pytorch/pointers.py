@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 
 from rotor._pytorch import core
+
+Place = tuple[Any, str, Any]
+"""An attribute for a time: the object, the name, and the value."""
 
 _OWN_BYTES = 96
 _GONE = (
@@ -126,14 +130,13 @@ def no_references(module: torch.nn.Module) -> Iterator[None]:
             layer._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
 
 
-_before_export: list[Callable[[torch.Tensor], None]] = []
+_before_export: Callable[[torch.Tensor], object] = id
 
 
 def _prepared(export: Callable[..., Any]) -> Callable[..., Any]:
     # The result refers to nothing but PyTorch's function: dynamo keeps it when it is imported.
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        for prepare in _before_export:
-            prepare(tensor)
+        _before_export(tensor)
         return export(tensor, *args, **kwargs)
 
     return run
@@ -152,18 +155,10 @@ _EXPORTS: list[tuple[Any, str, Any]] = [
 _PREPARED = {export: _prepared(export) for _, _, export in _EXPORTS}
 
 
-@contextmanager
-def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Have exports by DLPack, in every thread, prepare their tensor first, in the context."""
-    _before_export.append(prepare)
-    for home, name, export in _EXPORTS:
-        setattr(home, name, _PREPARED[export])
-    try:
-        yield
-    finally:
-        _before_export.remove(prepare)
-        for home, name, export in _EXPORTS:
-            setattr(home, name, export)
+def dlpack_after(prepare: Callable[[torch.Tensor], None]) -> list[Place]:
+    """Return what has exports by DLPack, in every thread, prepare their tensor first."""
+    prepared = [(home, name, _PREPARED[export]) for home, name, export in _EXPORTS]
+    return [(sys.modules[__name__], "_before_export", prepare), *prepared]
 
 
 _MMAP_THRESHOLD = -3

@@ -8,16 +8,17 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, BinaryIO
 
 import torch
 
 from rotor import _core
 from rotor._pytorch import devices, dispatch
+from rotor._pytorch.pointers import Place
 from rotor.common.frames import warn_caller
-from rotor.dtr.guard import guarded
+from rotor.dtr.guard import Guard
 from rotor.dtr.log import ProgramLog
 from rotor.dtr.recall import Observer
 from rotor.dtr.runtime import Session
@@ -27,8 +28,6 @@ from rotor.meter.room import step_limit
 from rotor.simrd.log_writer import LogWriter
 from rotor.units import parse_bytes
 
-_current: list[Session] = []
-_holder: list[int] = []
 _left = threading.Condition()
 _PATIENCE = 60.0
 """Seconds that a thread waits for the budget of another one: guards are set for all threads."""
@@ -42,30 +41,65 @@ class Unfollowed(RuntimeError):
     """Code that a budget does not follow: compiled functions, reentrant checkpoints."""
 
 
+class _Entry:
+    """A session that a thread has entered, and what was in the places that it has taken."""
+
+    def __init__(self, session: Session) -> None:
+        self.thread = threading.get_ident()
+        self._session = weakref.ref(session)
+        self._before: list[Place] = []
+
+    @property
+    def session(self) -> Session | None:
+        """The session, ``None`` once it has ended, whatever an interrupt kept from being undone."""
+        session = self._session()
+        return session if session is not None and session.handler.is_open else None
+
+    def take(self, places: Iterable[Place]) -> None:
+        """Put values in places, until `leave`."""
+        for home, name, value in places:
+            self._before.append((home, name, getattr(home, name)))
+            setattr(home, name, value)
+
+    def leave(self) -> None:
+        """Undo what was begun; where an interrupt comes between, the next entry does."""
+        global _entry
+        with _left:
+            if _entry is self:
+                for home, name, value in reversed(self._before):
+                    setattr(home, name, value)
+                _entry = None
+                _left.notify_all()
+
+
+_entry: _Entry | None = None
+
+
 def current() -> Session | None:
     """Return the session that this thread runs in, ``None`` outside."""
-    return _current[-1] if _holder == [threading.get_ident()] else None
+    entry = _entry
+    return entry.session if entry is not None and entry.thread == threading.get_ident() else None
+
+
+def _is_left() -> bool:
+    return _entry is None or _entry.session is None
 
 
 @contextmanager
-def _entered(session: Session) -> Iterator[None]:
+def _entered(session: Session) -> Iterator[_Entry]:
     """Make a session the current one; wait for that of another thread."""
-    me = [threading.get_ident()]
-    if _holder == me:
-        raise RuntimeError(_NESTED)
+    global _entry
+    entry = _Entry(session)
     try:
         with _left:
-            if not _left.wait_for(lambda: not _current, _PATIENCE):
+            if current() is not None or not _left.wait_for(_is_left, _PATIENCE):
                 raise RuntimeError(_NESTED)
-            _holder[:] = me
-            _current.append(session)
-        yield
+            if _entry is not None:
+                _entry.leave()
+            _entry = entry
+        yield entry
     finally:
-        with _left:
-            if _holder == me:
-                _current.clear()
-                _holder.clear()
-                _left.notify_all()
+        entry.leave()
 
 
 def _bytes_of_limit(limit: int | str | float | None) -> int | None:
@@ -227,10 +261,8 @@ def _observer_of(
     return ProgramLog(LogWriter(record_log), session.bytes_of)
 
 
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled functions uncompiled: their kernels would read what is evicted."""
-    compiling = torch.compile
+def _uncompiled() -> Place:
+    """Return what leaves functions uncompiled: their kernels would read what is evicted."""
 
     def leave(model: Any = None, **_: Any) -> Any:
         """Return the model uncompiled (`torch.compile`)."""
@@ -248,19 +280,11 @@ def _eager() -> Iterator[None]:
         )
         return (lambda function: function) if model is None else model
 
-    is_loaded = "torch._dynamo" in sys.modules
-    torch.compile = leave
-    try:
-        stance = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
-        with dispatch.layouts_unseen(), stance:
-            yield
-    finally:
-        torch.compile = compiling
+    return torch, "compile", leave
 
 
-@contextmanager
-def _states_counted(session: Session) -> Iterator[None]:
-    """Count copies of the CPU generator's state that code takes, as ``fork_rng`` does."""
+def _states_counted(session: Session) -> list[Place]:
+    """Return what counts copies of the CPU generator's state that code takes (``fork_rng``)."""
     original, known = torch.get_rng_state, weakref.ref(session)
 
     @functools.wraps(original)
@@ -269,31 +293,30 @@ def _states_counted(session: Session) -> Iterator[None]:
         here = current()
         return original() if here is None or here is not known() else here.copied_state(original)
 
-    homes = (torch, torch.random)
-    try:
-        for home in homes:
-            setattr(home, "get_rng_state", get_rng_state)  # noqa: B010
-        yield
-    finally:
-        for home in homes:
-            setattr(home, "get_rng_state", original)  # noqa: B010
+    return [(home, "get_rng_state", get_rng_state) for home in (torch, torch.random)]
+
+
+def _forced_eager() -> AbstractContextManager[object]:
+    """Return a context in which what was compiled before runs uncompiled."""
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
 @contextmanager
-def running(session: Session, *, guard: bool = True) -> Iterator[None]:
-    """Enter a session that may be entered again; it is not closed in the end."""
-    with (
-        _entered(session),
-        _eager(),
-        _states_counted(session),
-        guarded(session) if guard else nullcontext(),
-        session.paths,
-        session,
-    ):
-        try:
-            yield
-        except RuntimeError as error:
-            # The interpreter of scripts puts an error of its own in the place of any other.
-            if session.refused is None or "TorchScript interpreter" not in str(error):
-                raise
-            raise BudgetError(*session.refused) from None
+def running(
+    session: Session, *, guard: bool = True, places: Iterable[Place] = ()
+) -> Iterator[None]:
+    """Enter a session that may be entered again, and places; it is not closed in the end."""
+    mode = Guard(session) if guard else nullcontext()
+    try:
+        with _entered(session) as entry:
+            entry.take([_uncompiled(), *_states_counted(session), *places])
+            if isinstance(mode, Guard):
+                entry.take(mode.places)
+            with dispatch.layouts_unseen(), _forced_eager(), mode, session.paths, session:
+                yield
+    except RuntimeError as error:
+        # The interpreter of scripts puts an error of its own in the place of any other.
+        if session.refused is None or "TorchScript interpreter" not in str(error):
+            raise
+        raise BudgetError(*session.refused) from None

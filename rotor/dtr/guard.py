@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from rotor import _core
 from rotor._pytorch import dispatch, pointers
+from rotor._pytorch.pointers import Place
 from rotor.common.tensor_trees import tree_tensors
 
 if TYPE_CHECKING:
@@ -70,33 +72,66 @@ class Guard(_core.FunctionMode, TorchFunctionMode):  # type: ignore[misc]
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
-        self.watched = (
-            dict.fromkeys(_READ, self._read)
-            | dict.fromkeys(_COLLECTING, self._collect)
-            | dict.fromkeys(_SHARED, self._share)
-            | dict.fromkeys(_INDEXED, self._index)
-            | dict.fromkeys(_WRITTEN, self._write)
-        )
+        # Functions of the session alone: methods of the guard would keep it.
+        self.watched: Any = {}
+        for prepare, functions in _PREPARATIONS.items():
+            self.watched |= dict.fromkeys(functions, partial(prepare, session))
 
-    def _read(self, args: Any, _: Any) -> None:
-        self._session.materialize(args[0])
+    @property
+    def places(self) -> list[Place]:
+        """Places that guard backwards and exports too.
 
-    def _collect(self, args: Any, _: Any) -> None:
-        for tensor in _listed([value for value in args if isinstance(value, list | tuple)]):
-            self._session.pin(tensor)
+        PyTorch takes a mode off the stack around a function that the mode has seen, so also around
+        ``Tensor.backward``, in which hooks and `torch.autograd.Function` read tensors.
+        """
+        return [
+            dispatch.backwards_within(self, self._joined),
+            *pointers.dlpack_after(self._session.pin),
+        ]
 
-    def _share(self, args: Any, kwargs: dict[str, Any] | None) -> None:
-        for tensor in tree_tensors((args, kwargs)):
-            self._session.pin(tensor)
+    @contextmanager
+    def _joined(self, outputs: Any) -> Iterator[None]:
+        """Have a session see another thread's backward, if that begins in the session's graph."""
+        roots = [root for root in tree_tensors(outputs) if root.layout is torch.strided]
+        if any(self._session.reference(root) is not None for root in roots):
+            with self._session, self:
+                yield
+        else:
+            yield
 
-    def _index(self, args: Any, kwargs: dict[str, Any] | None) -> None:
-        for tensor in tree_tensors((args, kwargs)):
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                self._session.pin(tensor)
 
-    def _write(self, args: Any, kwargs: dict[str, Any] | None) -> None:
-        self._share(args, kwargs)
-        self._session.give_up(args[0])
+def _read(session: Session, args: Any, _: Any) -> None:
+    session.materialize(args[0])
+
+
+def _collect(session: Session, args: Any, _: Any) -> None:
+    for tensor in _listed([value for value in args if isinstance(value, list | tuple)]):
+        session.pin(tensor)
+
+
+def _share(session: Session, args: Any, kwargs: dict[str, Any] | None) -> None:
+    for tensor in tree_tensors((args, kwargs)):
+        session.pin(tensor)
+
+
+def _index(session: Session, args: Any, kwargs: dict[str, Any] | None) -> None:
+    for tensor in tree_tensors((args, kwargs)):
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            session.pin(tensor)
+
+
+def _write(session: Session, args: Any, kwargs: dict[str, Any] | None) -> None:
+    _share(session, args, kwargs)
+    session.give_up(args[0])
+
+
+_PREPARATIONS = {
+    _read: _READ,
+    _collect: _COLLECTING,
+    _share: _SHARED,
+    _index: _INDEXED,
+    _write: _WRITTEN,
+}
 
 
 def _listed(values: Any) -> Iterator[torch.Tensor]:
@@ -105,29 +140,3 @@ def _listed(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _listed(value)
-
-
-@contextmanager
-def guarded(session: Session) -> Iterator[None]:
-    """Guard a session, in backwards too.
-
-    PyTorch takes a mode off the stack around a function that the mode has seen, so also around
-    ``Tensor.backward``, in which hooks and `torch.autograd.Function` read tensors.
-    """
-    guard = Guard(session)
-
-    @contextmanager
-    def joined(outputs: Any) -> Iterator[None]:
-        """Have a session see another thread's backward, if that begins in the session's graph."""
-        roots = [root for root in tree_tensors(outputs) if root.layout is torch.strided]
-        if any(session.reference(root) is not None for root in roots):
-            with session, guard:
-                yield
-        else:
-            yield
-
-    try:
-        with dispatch.backwards_within(guard, joined), pointers.dlpack_after(session.pin), guard:
-            yield
-    finally:
-        guard.watched = {}  # Methods of the guard, which it would keep.

@@ -513,10 +513,9 @@ class Recall:
                     self._bring_node(ref.node, pin)
 
     def _bring_node(self, node: int, pin: bool) -> None:
-        self._book.begin([node])
-        try:
+        with self._handler:  # Which aborts what an exception leaves.
+            self._book.begin([node])
             self._catch_up()
-        finally:
             self._book.abort()
         if pin:
             self._pin(node)
@@ -533,15 +532,14 @@ class Recall:
         if self.limit is not None and self._book.is_worth_a_copy(node):
             # A second tier might take the source before it is copied.
             self._book.begin([node])
-            try:
-                self._catch_up()
-                self._make_room(nbytes, 0)
-                if self._book.describe(node).needed == 0:
-                    return node
-                if self._fits(nbytes):
-                    return self._copy(node)
-            finally:
-                self._book.abort()
+            self._catch_up()
+            self._make_room(nbytes, 0)
+            is_needed = self._book.describe(node).needed > 0
+            is_copied = is_needed and self._fits(nbytes)
+            again = self._copy(node) if is_copied else node
+            self._book.abort()
+            if is_copied or not is_needed:
+                return again
         self._restore(self._book.dependents(node))
         return node
 

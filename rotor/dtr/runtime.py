@@ -234,10 +234,8 @@ class Session(Recall, _core.OperatorMode, dispatch.DispatchMode):  # type: ignor
             if self._is_cpu:
                 nbytes = self._state_bytes(torch.default_generator)
                 self._book.begin([])
-                try:
-                    self._make_room(nbytes, nbytes, is_wish=True)
-                finally:
-                    self._book.abort()
+                self._make_room(nbytes, nbytes, is_wish=True)
+                self._book.abort()
             state = copy()
             self._see_parts(state)
         return state

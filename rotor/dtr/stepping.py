@@ -6,8 +6,8 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import torch
 
 from rotor._core import Needs
 from rotor._pytorch import backwards, core, dispatch
+from rotor._pytorch.pointers import Place
 from rotor.common.accounting import LOSS_GRADIENTS
 from rotor.dtr.context import running
 from rotor.dtr.runtime import Session
@@ -97,11 +98,9 @@ class StepSession(Session):
 
     # -- pausing
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, *places: Place) -> AbstractContextManager[None]:
         """Watch operators while the context lasts; RuntimeError if a budget is active already."""
-        with running(self):
-            yield
+        return running(self, places=places)
 
     def aim(self, wished: int) -> None:
         """Keep within so many bytes if possible, and within the limit in any case."""
@@ -129,11 +128,9 @@ class StepSession(Session):
         nodes = {ref.node for ref in self._kept_refs if ref() is not None}
         with self._handler, dispatch.without_functions(), dispatch.without_modes():
             self._book.begin(list(nodes))
-            try:
-                self._catch_up()
-                self._make_room(nbytes, least)
-            finally:
-                self._book.abort()
+            self._catch_up()
+            self._make_room(nbytes, least)
+            self._book.abort()
 
     @property
     def current_bytes(self) -> int:

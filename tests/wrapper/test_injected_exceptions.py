@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,8 +27,13 @@ from torch import nn
 from zoo.models import Asking, Row
 
 import rotor
+from rotor import dtr
 from rotor.dtr import context
+from rotor.dtr.recall import Recall
+from rotor.dtr.stepping import StepSession
+from rotor.engines.dynamic.step import BudgetedStep
 from rotor.meter import allocator
+from rotor.tier import homes
 
 HOME = str(Path(rotor.__file__).parent)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,12 +89,18 @@ def restores(frame: FrameType | None) -> bool:
 class Injector:
     """Context that counts visits of rotor's lines, and raises at one of them.
 
-    What puts things back is left alone: an exception there leaves them as they are in every program
-    of Python.
+    What puts things back is left alone, if it is spared: an exception there leaves them as they are
+    in most programs of Python.
     """
 
-    def __init__(self, kind: type[BaseException] = Injected, at: Visit | None = None) -> None:
-        self.kind, self.at, self.visits = kind, at, Counter()
+    def __init__(
+        self,
+        kind: type[BaseException] = Injected,
+        at: Visit | None = None,
+        *,
+        spares: bool = True,
+    ) -> None:
+        self.kind, self.at, self.spares, self.visits = kind, at, spares, Counter()
         self.has_raised = False
 
     def __enter__(self) -> Injector:
@@ -100,11 +112,13 @@ class Injector:
 
     def _at_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         is_ours = frame.f_code.co_filename.startswith(HOME)
-        return self._at_line if is_ours and not restores(frame.f_back) else None
+        is_spared = self.spares and restores(frame.f_back)
+        return self._at_line if is_ours and not is_spared else None
 
     def _at_line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         file, line = place = frame.f_code.co_filename, frame.f_lineno
-        may_raise = not self.has_raised and line not in restoring_lines(file)
+        is_spared = self.spares and line in restoring_lines(file)
+        may_raise = not self.has_raised and not is_spared
         if event == "line" and may_raise and not leaves_a_context(frame):
             self.visits[place] += 1
             if self.at == (*place, self.visits[place]):
@@ -173,6 +187,10 @@ def process() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.compile,
+        torch.get_rng_state,
+        torch.autograd._engine_run_backward,
+        homes.fetch,
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(True),
@@ -261,14 +279,52 @@ def test_no_meter_stays_where_planning_was_left_before_its_first_line(unheard):
     assert stays() is None
 
 
-@pytest.mark.parametrize("number", [1, 2], ids=["forward", "backward"])
-def test_no_session_stays_where_it_was_entered(unheard, number):
-    model, file = limited("dynamic", 3), context.__file__
-    known = [each.strip() for each in inspect.getsource(context).splitlines()]
-    entered = known.index("_current.append(session)")
-    for line in range(entered, entered + 3):
-        inject(model, Stopped, Visit(file, line, number))
-        assert_right(model, "dynamic")
+def visits(run: Callable[[], Any], *codes: Any) -> list[Visit]:
+    """First and second visits of all lines of functions and modules, those that restore too."""
+    homes = [(inspect.getfile(code), *inspect.getsourcelines(code)) for code in codes]
+    spans = [(file, range(first, first + len(text) + 1)) for file, text, first in homes]
+    with Injector(spares=False) as seen:
+        run()
+    found = {(*place, k) for place, count in seen.visits.items() for k in {1, min(count, 2)}}
+    return [Visit(*v) for v in sorted(found) if any(v[0] == f and v[1] in s for f, s in spans)]
+
+
+def brings(function: Any) -> bool:
+    """Whether a function computes what an operation needs, and nothing else."""
+    text = [line.strip() for line in inspect.getsource(function).splitlines()]
+    begins = "self._book.begin([node])"
+    return begins in text and text[text.index(begins) + 2 :][:1] == ["self._book.abort()"]
+
+
+def test_an_interrupt_at_a_line_that_enters_or_leaves_a_session_ends_that_step_alone(monkeypatch):
+    model, lost = limited("dynamic", 3), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: lost.append(one.exc_type))
+    before = process()
+    bring = [f for f in vars(Recall).values() if inspect.isfunction(f) and brings(f)]
+    parts = (context, *bring, StepSession.leave_room, BudgetedStep.__init__)
+    found = visits(lambda: step(model), *parts)
+    assert len(found) > 100
+    for at in found:
+        with Injector(Stopped, at, spares=False), pytest.raises(Stopped):
+            step(model)
+        assert_right(model if at.number == 1 else limited("dynamic", 0), "dynamic")
+        assert process() == before, at
+    assert not lost
+
+
+def test_a_budget_of_another_thread_follows_one_whose_end_was_interrupted():
+    def run() -> None:
+        with dtr.budget(None):
+            torch.ones(1)
+
+    before = process()
+    for at in visits(run, context):
+        with Injector(Stopped, at, spares=False), pytest.raises(Stopped):
+            run()
+        assert dtr.current() is None
+        with ThreadPoolExecutor() as pool:
+            pool.submit(run).result()
+        assert process() == before, at
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ frees it; what is computed again fetches again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from rotor._core import PIECE_BYTES
 from rotor._pytorch import core, devices, dispatch
+from rotor._pytorch.pointers import Place
 from rotor.dtr.operators import ODD_OPERATORS, Treatment
 from rotor.tier import homes
 from rotor.tier.homes import AwayTensor, Home
@@ -317,15 +317,9 @@ def _by_operator(home: Home) -> torch.Tensor:
     return made
 
 
-@contextmanager
-def as_operators() -> Iterator[None]:
-    """Have tensors at home fetch their bytes by operators, which modes see, in the context.
+AS_OPERATORS: Place = (homes, "fetch", _by_operator)
+"""Place of the fetches of tensors at home, with those by operators, which a session sees.
 
-    A session is entered before, which waits for those of other threads. What runs again raises
-    RuntimeError if its home was written to since.
-    """
-    before, homes.fetch = homes.fetch, _by_operator
-    try:
-        yield
-    finally:
-        homes.fetch = before
+A session is entered before, which waits for those of other threads. What runs again raises
+RuntimeError if its home was written to since.
+"""

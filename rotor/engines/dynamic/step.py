@@ -13,7 +13,6 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ from rotor.common.tensor_trees import output_tensors, tree_tensors
 from rotor.dtr.context import Unfollowed, current
 from rotor.dtr.stepping import StepSession
 from rotor.engines.around import around, is_around
-from rotor.engines.dynamic.additions import Additions, Arrivals, Undo, as_operators
+from rotor.engines.dynamic.additions import AS_OPERATORS, Additions, Arrivals, Undo
 from rotor.errors import BudgetError, InfeasibleError, MemoryLimitWarning, RecomputationError
 from rotor.meter import allocator
 from rotor.units import exact_bytes
@@ -61,6 +60,8 @@ class BudgetedStep:
     session.
     """
 
+    _ended: Callable[[BudgetedStep], None] | None = None
+
     def __init__(
         self,
         module: nn.Module,
@@ -72,7 +73,6 @@ class BudgetedStep:
         is_trial: bool = False,
         **settings: Any,
     ) -> None:
-        self._ended: Callable[[BudgetedStep], None] | None = None
         self.explain: Callable[[InfeasibleError], object] = id
         """Function that completes the error of a step that does not fit."""
         self._modules = list(module.modules())
@@ -119,12 +119,6 @@ class BudgetedStep:
         self._ended = ended
         self.session.count([self._undo.random_state])
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Run in the session, which waits for those of other threads, with its fetches."""
-        with self.session.running(), as_operators():
-            yield
-
     # -- forward
 
     def forward(
@@ -157,7 +151,7 @@ class BudgetedStep:
         self._room = room
         try:
             with (
-                self._running(),
+                self.session.running(AS_OPERATORS),
                 _OwnCasts(),
                 substituted(value, own, slots) as mine,
             ):
@@ -375,7 +369,7 @@ class BudgetedStep:
                 additions,
                 self._arrivals,
                 self._retained.made(edges, self.session.pin),
-                self._running(),
+                self.session.running(AS_OPERATORS),
             ):
                 made = self._made(gradients, asked, keeps=keeps)
             for gradient in made:
