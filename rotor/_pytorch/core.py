@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rotor._pytorch import destructors
+
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
@@ -530,8 +532,6 @@ class BackwardEnd:
     `done` is called by the callback itself.
     """
 
-    _next: Callable[[], object] | None
-
     def __init__(self, done: Callable[[], object], failed: Any, at_once: Any) -> None:
         self._next, self._done, self._at_once = failed, done, at_once
 
@@ -545,7 +545,7 @@ class BackwardEnd:
         if self._next is not None and in_backward():
             at_end_of_backward(self._next, self._next)
         elif self._next is not None:
-            self._next()
+            self._kept = destructors.call(self._next)
 
 
 def at_end_of_backward(
@@ -554,8 +554,8 @@ def at_end_of_backward(
     """Have `done` called when the running backward has finished, `failed` if it raises.
 
     Either is called outside all backwards where a profiler is on in this thread, so that it may end
-    it; otherwise, and `at_once`, `done` is called as the backward's last act. An exception raised
-    by either is reported as unraisable. Raises RuntimeError if no backward is running.
+    it; otherwise, and `at_once`, `done` is called as the backward's last act. An exception of
+    either, but a signal's, is reported as unraisable. Raises RuntimeError if no backward runs.
     """
     end = BackwardEnd(done, failed, lambda: at_once or not profiler_enabled_here())
     torch.autograd.Variable._execution_engine.queue_callback(end)

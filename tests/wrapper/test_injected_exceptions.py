@@ -12,6 +12,7 @@ import functools
 import gc
 import inspect
 import random
+import signal
 import sys
 import weakref
 from collections import Counter
@@ -325,6 +326,46 @@ def test_a_budget_of_another_thread_follows_one_whose_end_was_interrupted():
         with ThreadPoolExecutor() as pool:
             pool.submit(run).result()
         assert process() == before, at
+
+
+class TooLong(Exception):
+    """Exception of a time-out."""
+
+
+def time_out(*_: Any) -> None:
+    raise TooLong
+
+
+@pytest.mark.parametrize("case", ["auto", "dynamic"])
+@pytest.mark.parametrize(
+    ("number", "handler", "kind"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGALRM, time_out, TooLong),
+    ],
+)
+def test_a_signal_while_a_meter_ends_ends_the_backward(case, number, handler, kind, monkeypatch):
+    lost, levels_of = [], allocator.levels_of
+
+    def interrupted(*args: Any) -> Any:
+        if any(frame.function == "__del__" for frame in inspect.stack(0)):
+            signal.raise_signal(number)
+        return levels_of(*args)
+
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    model, before, earlier = limited(case, 0), process(), signal.signal(number, handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(allocator, "levels_of", interrupted)
+            with pytest.raises(kind):
+                step(model)
+    finally:
+        signal.signal(number, earlier)
+    assert not lost
+    assert process() == before
+    assert_right(model, case)
+    with allocator.meter("cpu"):
+        pass
 
 
 @pytest.mark.slow
