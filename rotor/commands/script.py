@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
 import runpy
 import shlex
 import sys
-import sysconfig
 import traceback
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 
 from rotor._pytorch import devices, optimizers
 from rotor.commands import tell, write_command_json, write_stderr
+from rotor.commands.variables import OWN, is_of_user, variable_of
 from rotor.common.frames import release
 from rotor.common.modes import Modes
 from rotor.common.tensor_trees import output_tensors, tree_tensors
@@ -31,12 +31,11 @@ from rotor.integrations.planned import PlannedForward
 from rotor.meter.room import CARD, Room
 from rotor.meter.step_meter import StepMeter
 from rotor.tier.offload import UnreachableError, checked_offload
-from rotor.units import format_bytes
+from rotor.units import format_bytes, parse_bytes
 from rotor.wrapper.checkpointable import Checkpointable
 from rotor.wrapper.outermost import OutermostCalls, unwrapped
 
 _FAILED, _USAGE = 1, 2
-_OWN = str(Path(__file__).resolve().parents[1])
 
 
 def run(arguments: argparse.Namespace, limits: dict[str, Any]) -> int:
@@ -118,23 +117,15 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     found = trace
     while found is not None:
         name = found.tb_frame.f_code.co_filename
-        if not (name.startswith(_OWN) or "runpy" in name):
+        if not (name.startswith(OWN) or "runpy" in name):
             return found
         found = found.tb_next
     return None
 
 
-_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
-
-
-def _is_of_user(filename: str) -> bool:
-    """Return whether code is the user's own: in a file outside of installed packages."""
-    return not filename.startswith((*_INSTALLED, _OWN, "<"))
-
-
 def _place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(_of_script(error.__traceback__))
-    own = [f for f in frames if _is_of_user(f.filename)]
+    own = [f for f in frames if is_of_user(f.filename)]
     return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
@@ -163,6 +154,7 @@ class _Watcher:
         self._planned: PlannedForward | None = None
         self._needs: int | None = None
         self._is_explained = False
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._others: set[str] = set()
 
     def _tell(self, text: str) -> None:
@@ -175,12 +167,9 @@ class _Watcher:
         if self._outer is None:
             self._begin(module, args, kwargs)
         elif module is not self._outer:
-            self._others.add(type(unwrapped(module)).__name__)
+            self._meet(unwrapped(module))
             return plain(module, *args, **kwargs)
-        elif self._limits:
-            self.stop()
-            return plain(module, *args, **kwargs)
-        if not self._arguments.watch:
+        if self._limits or not self._arguments.watch:
             return plain(module, *args, **kwargs)
         self._keep(module, args, kwargs)
         if self._needs is not None:
@@ -195,17 +184,33 @@ class _Watcher:
         self._keep(module, args, kwargs)
         self._devices = {parameter.device for parameter in module.parameters()}
         self._main = sys.modules["__main__"]
-        self._name, self._hint = _variable(outer)
+        self._name, self._hint = variable_of(outer)
         if self._limits:
-            self._planned = PlannedForward(module, **self._limits)
-            self._planned.install()
-            if self._limits.get("offload_state"):
-                self._planned.take(optimizers.of(module.parameters()))
+            self._planned = self._limit(module)
             tell(self._arguments, f"{type(module).__name__} trains within {self._shown_limits()}")
         elif not self._arguments.watch:
             self.stop()
             if module is outer:
                 module.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _limit(self, module: nn.Module) -> PlannedForward:
+        """Have a module train within the limit; without the watcher, it would live no shorter."""
+        self._known.add(module)
+        planned = PlannedForward(module, **self._limits)
+        planned.install()
+        if self._limits.get("offload_state"):
+            planned.take(optimizers.of(module.parameters()))
+        return planned
+
+    def _meet(self, module: nn.Module) -> None:
+        """Take note of another module that trains: one of the first one's class has its limit."""
+        if module in self._known:
+            return
+        if self._limits and type(module) is type(self._module):
+            self._limit(module)
+        else:
+            self._known.add(module)
+            self._others.add(type(module).__name__)
 
     def _shown_limits(self) -> str:
         given, total = self._limits["mem_limit"], self._limits["total_limit"]
@@ -296,6 +301,7 @@ class _Watcher:
             # After a failure, even a plan without recomputation may help: it holds fewer values.
             cost = advice.slowdown - 1
             shown = _rounded(limit)
+            limit = parse_bytes(shown)
             option, flag = ("mem_limit", "limit") if room is None else ("total_limit", "total")
             value = shown if room is None else CARD
             line = f'{name} = rotor.Checkpointable({name}, {option}="{value}")'
@@ -338,6 +344,9 @@ class _Watcher:
     def _finish_limit(self, model: Checkpointable) -> None:
         plan = model.plan
         peak = None if plan is None else plan.measured_bytes
+        if plan is None:
+            kind = type(model.module).__name__
+            self._tell(f"the limit was not kept: no step of {kind} ran by a plan")
         if plan is not None and peak is not None:
             most = format_bytes(plan.limit_bytes)
             tell(self._arguments, f"the metered step peaked at {format_bytes(peak)} of {most}")
@@ -356,56 +365,8 @@ class _Watcher:
 
 
 def _rounded(nbytes: int) -> str:
-    """Return bytes as text that a limit is given in, rounded up to a whole unit below it."""
+    """Return bytes as text that a limit is given in, rounded up by a tenth of a percent at most."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 8 * scale:
-            return f"{-(-nbytes // scale)}{unit}"
+            return f"{-(-nbytes * 100 // scale) / 100:g}{unit}"
     return str(nbytes)
-
-
-def _variable(module: nn.Module) -> tuple[str, str]:
-    """Return the variable of the script that holds a module, and where a line belongs."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if _is_of_user(name):
-            found = _name_in(frame.f_locals, module) or _name_in(frame.f_globals, module)
-            if found:
-                return found, _assignment(name, found)
-        frame = frame.f_back
-    return "", ""
-
-
-def _name_in(names: dict[str, Any], module: nn.Module) -> str:
-    holders = []
-    for name, value in names.items():
-        if value is module:
-            return name
-        if name == "self" or not isinstance(value, type | types.ModuleType | nn.Module):
-            held = getattr(value, "__dict__", None)
-            found = [held, held.get("_modules")] if isinstance(held, dict) else []
-            holders += [(name, attributes) for attributes in found]
-    for holder, attributes in holders:
-        if isinstance(attributes, dict):
-            for name, value in attributes.items():
-                if value is module:
-                    return f"{holder}.{name}"
-    return ""
-
-
-def _assignment(path: str, name: str) -> str:
-    """Return the place of the last assignment to a variable in a file, as text."""
-    try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    attribute = name.rpartition(".")[2]
-    lines = [
-        node.end_lineno or node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in (one for given in node.targets for one in ast.walk(given))
-        if (isinstance(target, ast.Name) and target.id == name)
-        or (isinstance(target, ast.Attribute) and "." in name and target.attr == attribute)
-    ]
-    return f" after line {max(lines)} of {Path(path).name}" if lines else ""

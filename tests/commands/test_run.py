@@ -232,7 +232,7 @@ def test_out_of_memory_is_answered(capsys, monkeypatch):
     assert re.search(rf"out of memory in .*train.py, line {line}: CUDA out of memory", err)
     # Of what is free, a sixteenth is slack.
     assert re.search(r" = .* \+ 36\.\d KiB slack \+ 549\.\d KiB for a step", err)
-    assert re.search(r"this step needs .* above the model; within 550KiB it costs \+\d+%", err)
+    assert re.search(r"this step needs .* above the model; within 549\.\d+KiB it costs \+\d+%", err)
     assert 'net = rotor.Checkpointable(net, total_limit="card")' in err
     assert "rotor run --total card train.py --fail-at 1" in err
     code, _, err = run(capsys, "train.py", "--fail-at", 0)
@@ -293,6 +293,70 @@ def test_a_module_within_another_gets_its_line_where_it_is_made(capsys, base):
     assert code == 0
     assert "self.net = rotor.Checkpointable(self.net, mem_limit=" in err
     assert "after line 7 of within.py" in err
+
+
+MADE = "torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())] * 40)"
+STEP = "(torch.randn(4096, 8)).sum().backward()"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (f"def other():\n    m = None\nm: object = {MADE}\nm{STEP}\nm = 1", "line 4 of"),
+        (
+            f"def f(flag):\n  if flag:\n    m = {MADE}\n  else:\n    m = 1\n  m{STEP}\nf(1)",
+            "line 6",
+        ),
+        (f"if True:\n  m = {MADE}\n  m{STEP}\n", "line 3 of"),
+        (f"for m in [{MADE}]:\n  m{STEP}\n", "line 2 of"),
+        (f"try:\n  m = {MADE}\nexcept OSError:\n  m = 1\nm{STEP}\ndef g(): m = 2", "line 5 of"),
+        (f"if (m := {MADE}) is not None:\n  m{STEP}\n", "line 2 of"),
+        (f"def f(m):\n  m{STEP}\nf({MADE})\n", "add this line at the beginning of f(), line 2 of"),
+        (f"def f(m):\n  m{STEP}\nnet = {MADE}\nf(net)\n", "line 4 of"),
+        (f"def f():\n  m{STEP}\nm = {MADE}\nf()\nm = 1", "line 4 of"),
+    ],
+)
+def test_the_line_belongs_after_the_assignment_that_has_run(text, place, capsys):
+    Path("places.py").write_text(f"import torch\n{text}\n", encoding="utf-8")
+    code, _, err = run(capsys, "--watch", "places.py")
+    assert code == 0
+    assert f"{place} " in err.replace(" of places.py", " of places.py ")
+
+
+def test_models_of_the_class_that_has_the_limit_have_it_too(capsys):
+    Path("folds.py").write_text(
+        "import torch\nimport rotor\npeaks = []\n"
+        "class Net(torch.nn.Sequential):\n    pass\n"
+        "class Other(torch.nn.Linear):\n    pass\n"
+        f"for fold in range(3):\n    net = Net(*{MADE})\n    for step in range(3):\n"
+        f"        net{STEP}\n"
+        "    print(vars(net)['_rotor_planned'].model.plan.measured_bytes <= 2 << 20)\n"
+        f"Other(8, 8){STEP}\n",
+        encoding="utf-8",
+    )
+    code, out, err = run(capsys, "--limit", "2MiB", "folds.py")
+    assert (code, out.split()) == (0, ["True"] * 3), err
+    assert "the limit was for Net alone, not for Other" in err
+
+
+def test_a_compiled_model_trains_within_the_limit(capsys):
+    text = SCRIPT.replace("= (Net(),", "= (torch.compile(Net(), backend='eager'),")
+    Path("compiled.py").write_text(text, encoding="utf-8")
+    code, _, err = run(capsys, "--json", "run.json", "--limit", "500KiB", "compiled.py")
+    assert code == 0, err
+    data = json.loads(Path("run.json").read_text(encoding="utf-8"))
+    assert 0 < data["measured_bytes"] <= data["limit_bytes"] == 512_000
+
+
+def test_a_limit_by_which_no_step_ran_is_said(capsys):
+    Path("replaces.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    pass\nnet = Net(8, 8)\n"
+        f"net.register_forward_pre_hook(lambda net, _: net.eval() and None)\nnet{STEP}",
+        encoding="utf-8",
+    )
+    code, _, err = run(capsys, "--limit", "2MiB", "replaces.py")
+    assert code == 0
+    assert "the limit was not kept: no step of Net ran by a plan" in err
 
 
 @pytest.mark.parametrize("end", ["sys.stderr.close()", "sys.stderr = None"])
