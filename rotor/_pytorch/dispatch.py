@@ -86,7 +86,7 @@ def has_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
-def _kinds_of_modes() -> list[type]:
+def _kinds_of_modes() -> list[type[_python_dispatch.TorchDispatchMode]]:
     """Return the types of the active modes, the innermost first."""
     if not has_modes():
         return []
@@ -116,11 +116,10 @@ def _compiles_backwards() -> bool:
 def callers_mode() -> str:
     """Return the name of a mode of the caller's that sees operators; empty without one.
 
-    Modes of PyTorch's own are none, but for its counter of operations.
+    Those of PyTorch's own are none by which it runs or traces: captures go through these.
     """
     for kind in _kinds_of_modes():
-        library = kind.__module__.partition(".")[0]
-        if library not in ("rotor", "torch") or kind.__module__ == "torch.utils.flop_counter":
+        if kind.__module__.partition(".")[0] != "rotor" and not kind.is_infra_mode():
             return kind.__name__.lstrip("_")
     return ""
 

@@ -25,6 +25,7 @@ from rotor.wrapper.checkpointable import Checkpointable
 __all__ = ["Limited", "PlannedForward"]
 
 _SLOT = "_rotor_planned"
+_NOT_COMPILED = "the module trains within a limit by a plan: torch.compile leaves it out"
 _MANY_SHAPES = 8
 
 
@@ -267,8 +268,9 @@ def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:
             fold(error)
             raise
 
-    vars(forward)["_is_of_rotor"] = True
-    return forward
+    found = core.untraced(forward, _NOT_COMPILED)
+    vars(found)["_is_of_rotor"] = True
+    return found
 
 
 def _beside_loss(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

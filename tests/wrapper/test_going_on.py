@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -350,7 +351,12 @@ def test_a_traced_forward_is_plain_by_every_engine(trace, name, engine, before):
 
 
 @pytest.mark.parametrize(
-    ("mode", "name"), [(Seen, "Seen"), (lambda: FlopCounterMode(display=False), "FlopCounterMode")]
+    ("mode", "name"),
+    [
+        (Seen, "Seen"),
+        (lambda: FlopCounterMode(display=False), "FlopCounterMode"),
+        (allow_mutation_on_saved_tensors, "CloneArgBeforeMutateMode"),
+    ],
 )
 @pytest.mark.parametrize("make", [smooth, lambda: Row(*[smooth() for _ in range(3)])])
 def test_a_step_that_a_mode_sees_is_plain_and_warned_and_later_ones_are_planned(mode, name, make):

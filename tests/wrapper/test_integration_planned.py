@@ -164,6 +164,30 @@ def test_a_replaced_forward_is_refused():
     assert limit.ran
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_compiled_module_runs_the_plan(in_place, before):
+    torch.manual_seed(0)
+    module = Perceptron(layers=4)
+    plain, x = copy.deepcopy(module), torch.randn(64, 32)
+    compiled = module
+    if in_place:
+        module.compile(backend="eager")
+    else:
+        compiled = torch.compile(module, backend="eager")
+    limit = None
+    for step in range(before + 2):
+        if step == before:
+            limit = planned(module)
+        for candidate in (plain, compiled):
+            torch.manual_seed(step)
+            candidate.zero_grad()
+            candidate(x).square().sum().backward()
+        assert same(left(plain), left(module))
+    assert limit.model.plan.measured_bytes <= 110_000
+    assert limit.model.plan.recomputed > 0
+
+
 def test_many_shapes_are_told():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     planned(module, limit="1 MB", effort="")
