@@ -116,6 +116,16 @@ def test_under_another_limit_a_program_is_a_beginning(limit):
     assert higher.program == best
 
 
+def test_under_a_limit_above_plain_pytorch_no_program_of_another_limit_runs(limit):
+    learnt(limit)
+    chk = wrapped(10 * limit)
+    executor = stepped(chk)
+    train(chk, rows(), 1)
+    assert chk.plan.recomputation == 0
+    assert chk.plan.planning.is_final
+    assert not executor.jobs
+
+
 def test_other_options_are_searched_for_again(limit):
     learnt(limit)
     chk = wrapped(limit, effort=40)
