@@ -185,7 +185,6 @@ def test_a_compiled_module_runs_the_plan(in_place, before):
             candidate(x).square().sum().backward()
         assert same(left(plain), left(module))
     assert limit.model.plan.measured_bytes <= 110_000
-    assert limit.model.plan.recomputed > 0
 
 
 def test_many_shapes_are_told():
