@@ -249,7 +249,7 @@ class _Watcher:
         main, sys.modules["__main__"] = sys.modules["__main__"], self._main
         try:
             with self._modes:
-                return advise(self._module, args, kwargs, room)
+                return advise(self._module, args, kwargs, room, self._needs)
         finally:
             sys.modules["__main__"] = main
 
@@ -365,8 +365,8 @@ class _Watcher:
 
 
 def _rounded(nbytes: int) -> str:
-    """Return bytes as text that a limit is given in, rounded up by a tenth of a percent at most."""
+    """Return bytes as text that a limit is given in, rounded up by half a percent at most."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= 8 * scale:
+        if nbytes >= 2 * scale:
             return f"{-(-nbytes * 100 // scale) / 100:g}{unit}"
     return str(nbytes)

@@ -39,16 +39,18 @@ class Advice:
     """Peak of that step; ``None`` where steps were run."""
 
 
-def cheap_limit(curve: Curve) -> int:
+def cheap_limit(curve: Curve, needed_bytes: int | None = None) -> int:
     """Return the least limit that costs at most a tenth of the time.
 
-    If it saves next to nothing, return the least limit that costs at most 25 %, then 50 %, then
+    It saves something of what a step needs without a limit: where that was metered, it may be less
+    than at the end of the curve, as a chain keeps more. If it saves next to nothing, return the least limit that costs at most 25 %, then 50 %, then
     100 % of the time; if none of these saves more, return the least limit of all.
     """
     slower = curve.seconds / curve.seconds[-1]
+    last = int(curve.bytes[-1])
     for most in _CHEAP:
         cheap = int(curve.bytes[slower <= most].min())
-        if cheap < _SAVES * int(curve.bytes[-1]):
+        if cheap < _SAVES * min(last, last if needed_bytes is None else needed_bytes):
             return cheap
     return int(curve.minimum_bytes)
 
@@ -60,11 +62,16 @@ def device_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def advise(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], room: Room | None = None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    room: Room | None = None,
+    needed_bytes: int | None = None,
 ) -> Advice:
     """Return the cost of limits for a training step with these arguments; leave no trace.
 
-    `room` gives the limit of the advice; without it, a cheap limit is taken. A model without a
+    `room` gives the limit of the advice; without it, a cheap limit is taken, below what the step
+    needed without one, if that was metered. A model without a
     single plan runs steps, with the sum of the outputs for a loss, within the free memory of the
     device. Raises InfeasibleError, ValueError or CaptureError if no plan exists.
     """
@@ -72,7 +79,7 @@ def advise(
 
     def limit_of(curve: Curve) -> int:
         # Read after planning: libraries that planning has loaded take memory beside each step.
-        return cheap_limit(curve) if room is None else room.take(device)
+        return cheap_limit(curve, needed_bytes) if room is None else room.take(device)
 
     with batches.unchanged(module, device, (args, kwargs)), warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)

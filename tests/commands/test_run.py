@@ -84,6 +84,15 @@ def test_the_limit_in_the_advice_is_the_cheapest_that_saves_something(seconds, l
     assert cheap_limit(Curve([10, 50, 100], seconds)) == limit
 
 
+def test_the_limit_in_the_advice_is_below_what_the_step_needs():
+    """A chain that keeps more than plain PyTorch has a limit that saves nothing as its cheapest."""
+    curve = Curve([60, 90, 140, 160], [1.5, 1.24, 1.08, 1.0])
+    assert cheap_limit(curve) == 140
+    assert cheap_limit(curve, 100) == 90
+    assert cheap_limit(curve, 94) == 60
+    assert cheap_limit(curve, 50) == 60
+
+
 def test_a_script_runs_as_it_is(capsys):
     plain = subprocess.run(
         [sys.executable, "train.py", "--steps", "2"], capture_output=True, text=True, check=True
