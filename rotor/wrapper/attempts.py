@@ -206,6 +206,8 @@ class Attempts:
         is_only = key is not None or len(driver.engines) == 1
         may_go_on = _is_free(driver.context) and not isinstance(error, _ANSWERS)
         if not (may_go_on and is_only):
+            if measures and not isinstance(error, _ANSWERS):
+                check_forward(driver.context, call)
             if failures is not None:
                 error.add_note(failures.text(engine))
             return error
@@ -335,6 +337,16 @@ def is_of_caller(error: BaseException, engine: Engine, context: Context) -> bool
     """Return whether an error of a forward is the caller's own, as far as can be told."""
     is_last = isinstance(engine, PlainEngine) or not _is_free(context)
     return is_last and isinstance(error, Exception) and not isinstance(error, _ANSWERS)
+
+
+def check_forward(context: Context, call: Call) -> None:
+    """Raise the error of a forward that plain PyTorch cannot run either."""
+    error = _error_of_forward(context, call)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
 
 
 def _error_of_forward(context: Context, call: Call) -> Exception | None:

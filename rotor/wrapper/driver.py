@@ -46,7 +46,7 @@ from rotor.meter import allocator, watch
 from rotor.meter.step_meter import StepWatch, Verdict, cancel_running
 from rotor.units import check_count, exact_bytes, format_bytes
 from rotor.wrapper.announcing import Announcer
-from rotor.wrapper.attempts import TAKEN_OVER, Attempts, is_of_caller, planning
+from rotor.wrapper.attempts import TAKEN_OVER, Attempts, check_forward, is_of_caller, planning
 from rotor.wrapper.caches import CacheRule
 from rotor.wrapper.limits import Limits
 from rotor.wrapper.metering import end_after_error, observer_of_step
@@ -233,10 +233,11 @@ class Driver:
         self._attempts.asked = key = self._agreed_key(call)[0]
         found = self._measure(key, call)
         engine = self.order.of(key)
-        if self._attempts.failures is not None and not engine.plans_ahead:
-            # The sample itself may be the cause of the failures.
+        if not engine.plans_ahead and self._attempts.failures is not None:
             self._make(key)
             engine.measure(key, call)
+        elif not engine.plans_ahead and key.measured in self.context.refusals:
+            check_forward(self.context, call)  # The sample itself may be the cause.
         self.context.latest_key = self.context.refined(key)
         return found
 

@@ -52,6 +52,29 @@ def test_an_error_of_the_model_shows_the_model(engine, is_training):
     assert (frames[-1].filename, frames[-1].name) == (str(HERE), "forward")
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [
+        lambda x: rotor.Checkpointable(Model(), x, "1 MB"),
+        lambda x: rotor.Checkpointable(Model(), x, "1 MB", engine="graph"),
+        lambda x: rotor.Checkpointable(Model(), mem_limit="1 MB").measure(x),
+        lambda x: rotor.Rockmate(Model(), [x], 1_000_000),
+        lambda x: rotor.graph.build(Model(), x),
+    ],
+)
+def test_a_sample_on_which_the_model_does_not_run_raises_its_error(measured):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        measured(torch.randn(2, 9))
+
+
+def test_a_wrong_sample_leaves_the_engine_to_the_right_ones():
+    model = rotor.Checkpointable(Model(), mem_limit="1 MB")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.measure(torch.randn(2, 9))
+    model(torch.randn(2, 8)).sum().backward()
+    assert model.plan.engine == "graph"
+
+
 def test_an_error_in_a_stage_shows_the_stage():
     model = rotor.Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 8)), mem_limit="1 GB")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
