@@ -178,7 +178,8 @@ class AwayState:
     def _successor(self, parameter: nn.Parameter, source: _Source) -> torch.Tensor:
         """Return what a parameter becomes: a tensor at home, or one with values."""
         if not goes_away(parameter):
-            return nn.Parameter(source.values_of(parameter), parameter.requires_grad)
+            values = source.values_of(parameter, copies=True)
+            return nn.Parameter(values, parameter.requires_grad)
         home = Home(self.tier, parameter.detach(), source.device, lasts=True)
         home.write(source.values_of(parameter))
         away: torch.Tensor = AwayTensor.of(home)
@@ -523,8 +524,11 @@ class _Source:
         found = map(self._find, self._names[id(tensor)])
         return next((weight for weight in found if weight is not None), None)
 
-    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a parameter or buffer, on the device of the model."""
+    def values_of(self, tensor: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
+        """Return the values of a parameter or buffer, on the device of the model.
+
+        With `copies` they are not the source's own, which may be given to several models.
+        """
         if not tensor.is_meta:
             return tensor.detach()
         weight = self._weight_of(tensor)
@@ -539,14 +543,14 @@ class _Source:
                 f"weights gave a {kind} for {self._names[id(tensor)][0]}, expected a tensor with "
                 f"values, of shape {tuple(tensor.shape)}"
             )
-        made: torch.Tensor = values.detach().to(device=self.device, dtype=tensor.dtype)
+        made: torch.Tensor = values.detach().to(self.device, tensor.dtype, copy=copies)
         return made
 
     def buffers(self) -> list[tuple[core.Slot, torch.Tensor]]:
         """Return the slots of buffers on the meta device, and their values."""
         slots = [slot for module in self._module.modules() for slot in core.buffer_slots(module)]
         found = [(slot, core.value_in(slot)) for slot in slots]
-        return [(slot, self.values_of(buffer)) for slot, buffer in found if buffer.is_meta]
+        return [(s, self.values_of(b, copies=True)) for s, b in found if b.is_meta]
 
 
 def _stepping(state: AwayState) -> Any:

@@ -191,6 +191,28 @@ def test_elements_are_written_in_formats():
         format(model[0].weight, ".3f")
 
 
+@pytest.mark.parametrize("is_function", [False, True])
+def test_weights_of_a_mapping_stay_as_they_are(is_function):
+    """Two models may begin with them, whose small parameters and buffers stay in memory."""
+    torch.manual_seed(0)
+    given = nn.Sequential(*layers(), nn.BatchNorm1d(64)).state_dict()
+    before = {name: value.clone() for name, value in given.items()}
+    trained = []
+    for _ in range(2):
+        with torch.device("meta"):
+            model = nn.Sequential(*layers(), nn.BatchNorm1d(64))
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        weights = given.__getitem__ if is_function else given
+        chk = wrapped(model, optimizer, weights=weights)
+        torch.manual_seed(1)
+        chk(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+        trained.append(chk.module[-1].running_mean.clone())
+        assert all(torch.equal(value, before[name]) for name, value in given.items())
+    assert torch.equal(*trained)
+    assert trained[0].any()
+
+
 def test_weights_that_nothing_would_take_are_refused():
     model = layers()
     assert_refused(
