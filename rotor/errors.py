@@ -35,6 +35,16 @@ class InfeasibleError(ValueError):
         self.lower_bound_bytes = lower_bound_bytes
         self.peak = peak
 
+    @property
+    def bound_bytes(self) -> int:
+        """Another name of `lower_bound_bytes`."""
+        return self.lower_bound_bytes
+
+    @property
+    def culprit(self) -> Peak | None:
+        """Another name of `peak`."""
+        return self.peak
+
     def __str__(self) -> str:
         return f"{self.args[0]}{'' if self.peak is None else f'. The least is set by {self.peak}'}"
 

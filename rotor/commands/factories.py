@@ -19,7 +19,7 @@ from rotor._pytorch import core, devices
 from rotor.chain import read_json
 from rotor.commands.checks import check_types, parse_input, source_of
 from rotor.common.calls import sample_call
-from rotor.common.tensor_trees import output_tensors, tree_tensors
+from rotor.common.tensor_trees import map_tensors, output_tensors, tree_tensors
 from rotor.common.undisturbed import training_flags_kept
 from rotor.engines.graph.costs import estimate
 from rotor.engines.graph.costs.estimate import Machine
@@ -300,6 +300,28 @@ def check_forward(model: nn.Module, sample: Any, *, one: bool) -> Any:
             f"the model does not run on this input: {type(error).__name__}: {error}"
             f"{_hint(model, (args, kwargs), str(error))}"
         ) from error
+
+
+def check_loss(name: str, loss: Callable[[Any], Any], output: Any) -> None:
+    """Raise ValueError if a loss by its name in ``--loss`` is none of this output of a model."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+    expected = "expected a function of the model's output alone that returns a scalar"
+    try:
+        found = loss(map_tensors(output, leaf))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"--loss {name} does not run on the model's output: {type(error).__name__}: {error}; "
+            f"{expected}"
+        ) from error
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        is_tensor = isinstance(found, torch.Tensor)
+        kind = f"a tensor of shape {tuple(found.shape)}" if is_tensor else type(found).__name__
+        raise ValueError(f"--loss {name} gives {kind} for the model's output; {expected}")
 
 
 def _hint(model: nn.Module, given: Any, message: str) -> str:

@@ -265,12 +265,17 @@ class Subject:
         self.loss = None if arguments.loss is None else factories.loss_of(arguments.loss)
 
     def check(self) -> None:
-        """Raise ValueError if the model does not run on its sample; not for other machines."""
+        """Raise ValueError if the model does not run on its sample, or the loss on its output.
+
+        Models for other machines do not run here.
+        """
         from rotor.commands import factories
 
         if self.profile is not None:
             return
         self.output = factories.check_forward(self.model, self.sample, one=self.is_one)
+        if self.loss is not None:
+            factories.check_loss(str(self.loss_name), self.loss, self.output)
 
     def knows_loss(self) -> bool:
         """Return whether the loss is given, or an output of the model."""

@@ -119,7 +119,7 @@ def check_heuristic(name: object) -> None:
 
 @contextmanager
 def budget(
-    limit: int | str | float | None,
+    limit: int | str | float | None = None,
     *,
     heuristic: str = "DTRAncestors",
     seed: int = 0,

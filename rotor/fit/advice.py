@@ -43,8 +43,9 @@ def cheap_limit(curve: Curve, needed_bytes: int | None = None) -> int:
     """Return the least limit that costs at most a tenth of the time.
 
     It saves something of what a step needs without a limit: where that was metered, it may be less
-    than at the end of the curve, as a chain keeps more. If it saves next to nothing, return the least limit that costs at most 25 %, then 50 %, then
-    100 % of the time; if none of these saves more, return the least limit of all.
+    than at the end of the curve, as a chain keeps more. If it saves next to nothing, return the
+    least limit that costs at most 25 %, then 50 %, then 100 % of the time; if none of these saves
+    more, return the least limit of all.
     """
     slower = curve.seconds / curve.seconds[-1]
     last = int(curve.bytes[-1])

@@ -69,6 +69,7 @@ def test_a_stage_that_saves_most_of_it_is_named_as_one_to_cut():
     error = refusal(chk)
     assert "cut stage 0 into several, or make" in str(error)
     assert error.peak.module == "0"
+    assert (error.culprit, error.bound_bytes) == (error.peak, error.lower_bound_bytes)
     cut = nn.Sequential(nn.Sequential(*inner), last)
     chk = rotor.Checkpointable(cut, x, "1GiB", engine="chain")
     again = refusal(chk)

@@ -56,6 +56,14 @@ def number():
     return 3
 
 
+def two(output, target):
+    return output.sum()
+
+
+def same(output):
+    return output
+
+
 def fails():
     raise KeyError("weights")
 
@@ -477,6 +485,9 @@ def test_models_of_rotor_by_name_and_inputs_by_name(capsys):
         (("measure", "ends.py:f"), "running ends.py failed: SystemExit: 3"),
         (("curve", *CHAIN, "--plot", "curve.doc"), "ends in .png"),
         (("curve", *CHAIN, "--points", "1"), "expected 2 or more"),
+        (("plan", *CHAIN, "--loss", "net.py:two"), "does not run on the model's output: TypeError"),
+        (("plan", *CHAIN, "--loss", "net.py:same"), "gives a tensor of shape (64, 32) for"),
+        (("curve", *CHAIN, "--loss", "net.py:chain"), "--loss net.py:chain does not run on the"),
         (("fit", *CHAIN, "--limit", "1 KB"), "does not fit in 1000 bytes"),
         (("fit", *CHAIN, "--limit", "900 TB"), "free: the answer is verified by a run"),
         (("report", "missing.json"), "missing.json: No such file or directory"),
