@@ -156,6 +156,7 @@ class _Watcher:
         self._is_explained = False
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._others: set[str] = set()
+        self._limited = ""
 
     def _tell(self, text: str) -> None:
         tell(self._arguments, text, always=True)
@@ -163,6 +164,7 @@ class _Watcher:
     def call(self, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
         """Make an outermost call: note the first module, and plan or meter its steps."""
         if isinstance(module, Checkpointable):
+            self._limited = type(module.module).__name__
             return plain(module, *args, **kwargs)
         if self._outer is None:
             self._begin(module, args, kwargs)
@@ -331,11 +333,13 @@ class _Watcher:
 
     def finish(self) -> None:
         """Explain the noted call if none was explained, and tell how a limit was kept."""
-        if self._arguments.watch and self._module is None:
+        if self._limited and self._module is None:
+            self._tell(f"{self._limited} trained within a limit of the script's own")
+        elif self._arguments.watch and self._module is None:
             self._tell("no module trained: nothing was seen to plan")
         elif self._arguments.watch and not self._is_explained:
             self.explain()
-        if self._limits and self._planned is None:
+        if self._limits and self._planned is None and not self._limited:
             self._tell("no module trained: the limit was for none")
         if self._planned is not None and self._planned.model is not None:
             self._finish_limit(self._planned.model)

@@ -357,6 +357,16 @@ def test_a_compiled_model_trains_within_the_limit(capsys):
     assert 0 < data["measured_bytes"] <= data["limit_bytes"] == 512_000
 
 
+@pytest.mark.parametrize("options", [["--watch"], ["--limit", "2MiB"]])
+def test_a_script_that_limits_its_model_itself_is_left_to_it(options, capsys):
+    text = f"import rotor\nimport torch\nnet = rotor.Checkpointable({MADE}, mem_limit='2MiB')\n"
+    Path("own.py").write_text(f"{text}net{STEP}\n", encoding="utf-8")
+    code, _, err = run(capsys, *options, "own.py")
+    assert code == 0
+    assert "Sequential trained within a limit of the script's own" in err
+    assert "no module trained" not in err
+
+
 def test_a_limit_by_which_no_step_ran_is_said(capsys):
     Path("replaces.py").write_text(
         "import torch\nclass Net(torch.nn.Linear):\n    pass\nnet = Net(8, 8)\n"
