@@ -286,7 +286,18 @@ def _tried_bytes(
         if states is not None:
             found = sum(s.untyped_storage().nbytes() for s in states)
             return found * size // max(tried.numel(), 1)
-    return ASSUMED[1] * size * (bits or 8 * dtype.itemsize) // 8
+    # bitsandbytes keeps the largest of each block, and small states in 32 bits.
+    least = getattr(getattr(optimizer, "args", None), "min_8bit_size", None)
+    if least is not None and size < least:
+        bits = 32
+    scales = 4 * -(-size // _BLOCK) if least is not None and bits == 8 else 0
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    count = 1 if "Optimizer1State" in kinds else ASSUMED[1]
+    return count * (size * (bits or 8 * dtype.itemsize) // 8 + scales)
+
+
+_BLOCK = 256
+"""Elements of a quantised state with a scale of their own."""
 
 
 def _bits(optimizer: Optimizer) -> int | None:

@@ -104,3 +104,22 @@ def test_an_accepted_step_goes_on_where_the_room_shrinks(process):
     step(chk)
     assert chk.plan is before
     del others
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "Lion8bit", "SGD8bit"])
+def test_states_of_eight_bits_are_counted_before_they_are_made(kind):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 64))
+    more = {"momentum": 0.9} if kind == "SGD8bit" else {}
+    optimizer = getattr(bitsandbytes.optim, kind)(model.parameters(), lr=0.1, **more)
+    looked = room.Room(model, "8GiB")
+    looked.take(torch.device("cpu"))
+    model(torch.randn(4, 256)).sum().backward()
+    optimizer.step()
+    made = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not name.startswith("qmap")
+    )
+    assert looked.coming_bytes == made
