@@ -33,7 +33,7 @@ from rotor.engines.contract import (
     Unsuited,
 )
 from rotor.engines.plain import PlainEngine, PlainPlan
-from rotor.errors import InfeasibleError, RecomputationError
+from rotor.errors import CaptureError, InfeasibleError, RecomputationError
 from rotor.meter.allocator import MeterBusyError, storage_bytes
 from rotor.tier.interface import TransferError
 from rotor.tier.offload import UnreachableError
@@ -206,7 +206,7 @@ class Attempts:
         is_only = key is not None or len(driver.engines) == 1
         may_go_on = _is_free(driver.context) and not isinstance(error, _ANSWERS)
         if not (may_go_on and is_only):
-            if measures and not isinstance(error, _ANSWERS):
+            if measures and isinstance(error, CaptureError):
                 check_forward(driver.context, call)
             if failures is not None:
                 error.add_note(failures.text(engine))
