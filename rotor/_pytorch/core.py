@@ -21,8 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rotor._pytorch import destructors
-
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
@@ -521,49 +519,6 @@ def in_backward() -> bool:
 
 profiler_enabled_here = torch._C._autograd._profiler_enabled
 """Function that returns whether a profiler is recording in this thread."""
-
-
-class BackwardEnd:
-    """Callback of the engine on success of a backward, dropped when the backward returns.
-
-    Changes of the thread's state by a final callback of the engine, such as an ended profiler, are
-    undone when the callback returns. The engine drops its callbacks after that, on failure too. A
-    backward around it would undo them as well: it is waited for. Where `at_once` returns True,
-    `done` is called by the callback itself.
-    """
-
-    def __init__(self, done: Callable[[], object], failed: Any, at_once: Any) -> None:
-        self._next, self._done, self._at_once = failed, done, at_once
-
-    def __call__(self) -> None:
-        self._next = self._done
-        if self._at_once():
-            self._next = None
-            self._done()
-
-    def __del__(self) -> None:
-        if self._next is not None and in_backward():
-            at_end_of_backward(self._next, self._next)
-        elif self._next is not None:
-            self._kept = destructors.call(self._next)
-
-
-def at_end_of_backward(
-    done: Callable[[], object], failed: Callable[[], object] | None = None, *, at_once: bool = False
-) -> None:
-    """Have `done` called when the running backward has finished, `failed` if it raises.
-
-    Either is called outside all backwards where a profiler is on in this thread, so that it may end
-    it; otherwise, and `at_once`, `done` is called as the backward's last act. An exception of
-    either, but a signal's, is reported as unraisable. Raises RuntimeError if no backward runs.
-    """
-    end = BackwardEnd(done, failed, lambda: at_once or not profiler_enabled_here())
-    torch.autograd.Variable._execution_engine.queue_callback(end)
-
-
-def check_after_backward(check: Callable[[], object]) -> None:
-    """Have `check` called at the end of the running backward, which raises its errors."""
-    torch.autograd.Variable._execution_engine.queue_callback(check)  # type: ignore[arg-type]
 
 
 def in_checkpoint() -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rotor._pytorch import core, devices, main_thread
+from rotor._pytorch import core, devices, ends
 
 Column = npt.NDArray[np.int64]
 
@@ -153,7 +153,7 @@ class _Session:
         with self._changed:
             if self._thread or self.is_wanted_elsewhere:
                 return False
-            if not main_thread.is_current():
+            if not ends.is_current():
                 _ends.thread_end = _ThreadEnd()
             self._trace, self._thread = weakref.ref(trace), threading.get_ident()
             _callers._prepare_profiler = _prepare_callers
@@ -212,7 +212,7 @@ class _Session:
         if self.is_here:
             self.end_left()
         elif self._thread == threading.main_thread().ident:
-            main_thread.call_soon(self.end_left)
+            ends.call_soon(self.end_left)
 
     def end_left(self) -> None:
         """End it where this thread has left it on; a backward would turn it on again."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from rotor._pytorch import backwards, core, devices
+from rotor._pytorch import backwards, core, devices, ends
 from rotor._pytorch.draws import generators, state_of
 from rotor.common.accounting import NEW_MAXIMUM
 from rotor.common.collector import CollectorPause
@@ -429,7 +429,7 @@ class Rerun:
             if self._tape is None:
                 self._tape = self._taped(forward, len(given), mine)
                 if not is_one:
-                    core.check_after_backward(self._end)
+                    ends.check_after_backward(self._end)
             outputs, apart = self._tape
             roots = [k for k in roots if outputs[k].requires_grad]
             earlier = [outputs[k] for k in level.earlier]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from rotor._pytorch import core, fsdp
+from rotor._pytorch import ends, fsdp
 from rotor.common.checksums import Mismatch, Proof, Proved, recomputation_error
 from rotor.common.ranks import Ranks
 from rotor.common.tensor_trees import output_tensors, tree_tensors
@@ -287,7 +287,7 @@ class WholeProof(StepProof):
     def settle(self, run: RunProof) -> None:
         """Have a run read at the end of the backward."""
         if not self._waiting:
-            core.check_after_backward(self._read)
+            ends.check_after_backward(self._read)
         self._waiting.append(run)
 
 
@@ -315,7 +315,7 @@ class ShardedProof(WholeProof):
         self._is_armed = True
         self.undo.append(self._gradients())
         # Registered in the backward's end, this comes after FSDP2's callbacks.
-        core.check_after_backward(lambda: core.check_after_backward(self._read))
+        ends.check_after_backward(lambda: ends.check_after_backward(self._read))
 
     def settle(self, run: RunProof) -> None:
         """Have a run read at the end of the backward."""

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from rotor import _core
-from rotor._pytorch import core, devices, main_thread
+from rotor._pytorch import core, devices, ends
 from rotor._pytorch import profiler as _profiler
 from rotor.common import accounting
 from rotor.common.collector import CollectorPause
@@ -303,7 +303,7 @@ class Meter(ABC):
         RuntimeError
             No backward is running.
         """
-        core.at_end_of_backward(done, failed)
+        ends.at_end_of_backward(done, failed)
 
     def _take(self, levels: Levels) -> None:
         """Take the figures from the levels along the events; the peak may be known to be higher."""
@@ -404,7 +404,7 @@ class _CpuMeter(Meter):
         self._watched.clear()
         if core.in_backward():
             self._state = "stopping"
-            core.at_end_of_backward(self._finish, self._finish)
+            ends.at_end_of_backward(self._finish, self._finish)
         else:
             self._finish()
 
@@ -468,9 +468,9 @@ class _DeviceMeter(Meter):
     def at_end_of_backward(self, done: Callable[[], object], failed: Callable[[], object]) -> None:
         if self._trace is None:
             # A profiler of the user's may be on in this thread, and must stay on.
-            core.at_end_of_backward(done, failed, at_once=True)
+            ends.at_end_of_backward(done, failed, at_once=True)
         elif core.profiler_enabled_here():
-            main_thread.at_return_of_backward(self._note_end, done, failed)
+            ends.at_return_of_backward(self._note_end, done, failed)
         else:
             # A backward run by a thread that did not run the forward, as the next one may be.
             _DeviceMeter._by_counters = True
@@ -490,7 +490,7 @@ class _DeviceMeter(Meter):
         if self._pause.is_on:
             return True
         by_counters, _DeviceMeter._by_counters = _DeviceMeter._by_counters, False
-        return main_thread.is_current() and not by_counters
+        return ends.is_current() and not by_counters
 
     def _begin(self) -> None:
         self._settle()
@@ -536,10 +536,10 @@ class _DeviceMeter(Meter):
             _vacate(self)
         elif threading.get_ident() != self._thread:
             self._state = "stopping"
-            main_thread.call_soon(self._finish)
+            ends.call_soon(self._finish)
         elif core.in_backward():
             self._state = "stopping"
-            main_thread.at_return_of_backward(self._note_end, self._finish, self._finish)
+            ends.at_return_of_backward(self._note_end, self._finish, self._finish)
         else:
             self._finish()
 

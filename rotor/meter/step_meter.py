@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from rotor._pytorch import core, dispatch
+from rotor._pytorch import core, dispatch, ends
 from rotor.common.accounting import METERED_STEPS
 from rotor.common.checksums import Proved
 from rotor.common.tensor_trees import tree_tensors
@@ -332,7 +332,7 @@ class StepMeter:
         if self._meter is not None and not self._meter.is_here:
             is_elsewhere = not self._meter.gave_way
             self.cancel()
-            core.at_end_of_backward(lambda: self._lost(is_elsewhere))
+            ends.at_end_of_backward(lambda: self._lost(is_elsewhere))
         if self._meter is not None and not self._in_backward:
             self._in_backward = True
             self._output_held = all(output() is not None for output in self._outputs)

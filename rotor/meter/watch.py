@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rotor import _core
-from rotor._pytorch import backwards, core, devices, dispatch
+from rotor._pytorch import backwards, core, devices, dispatch, ends
 from rotor.common.accounting import METERED_STEPS, is_metered_again, is_new_maximum, noise_bytes
 from rotor.common.frames import warn_caller
 from rotor.common.tensor_trees import tree_tensors
@@ -56,7 +56,7 @@ class _Watch:
             self._is_open = True
             dispatch.after_last_backward(self._thread, type(self).__name__, self._finish)
         elif not self._is_open:
-            core.at_end_of_backward(self._finish)
+            ends.at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
         raise NotImplementedError

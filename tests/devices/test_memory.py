@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rotor import _core, memory
-from rotor._pytorch import core, profiler
+from rotor._pytorch import core, ends, profiler
 from rotor.memory import MeterBusyError, Segment, meter
 from rotor.meter.segments import counted_levels, levels_of
 
@@ -131,7 +131,7 @@ def test_a_meter_runs_from_a_forward_to_the_end_of_its_backward():
 
     def arrived(grad):
         m.mark("backward")
-        core.at_end_of_backward(lambda: (m.stop(), ended.append(core.in_backward())))
+        ends.at_end_of_backward(lambda: (m.stop(), ended.append(core.in_backward())))
 
     y.register_hook(arrived)
     y.sum().backward()
@@ -184,7 +184,7 @@ def test_the_end_of_a_backward_is_reported_outside_it_when_it_fails(nested):
 
         @staticmethod
         def backward(ctx, grad):
-            core.at_end_of_backward(
+            ends.at_end_of_backward(
                 lambda: said.append("done"), lambda: said.append(("failed", core.in_backward()))
             )
             if nested:
@@ -203,7 +203,7 @@ def test_the_end_of_a_backward_is_its_last_act_without_a_profiler():
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     y.register_hook(
-        lambda grad: core.at_end_of_backward(
+        lambda grad: ends.at_end_of_backward(
             lambda: said.append((core.in_backward(), x.grad is not None)),
             lambda: said.append("failed"),
         )
@@ -214,7 +214,7 @@ def test_the_end_of_a_backward_is_its_last_act_without_a_profiler():
 
 def test_no_end_of_a_backward_without_one():
     with pytest.raises(RuntimeError, match="backward"):
-        core.at_end_of_backward(lambda: None)
+        ends.at_end_of_backward(lambda: None)
 
 
 def test_existing_tensors_that_are_told_of_are_seen_when_they_go():

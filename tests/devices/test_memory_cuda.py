@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rotor import _core, memory
-from rotor._pytorch import devices, main_thread
+from rotor._pytorch import devices, ends
 from rotor.memory import MeterBusyError, Segment, meter
 
 
@@ -54,7 +54,7 @@ def test_a_cuda_meter_reads_the_allocators_counters(monkeypatch):
     cuda.allocate(9000)
     cuda.allocate(-9500)
     # The main thread, and a ``with`` block, read the allocator's events.
-    monkeypatch.setattr(main_thread, "is_current", lambda: False)
+    monkeypatch.setattr(ends, "is_current", lambda: False)
     m, other = meter("cuda:0").start(), meter("cuda:1").start()
     with pytest.raises(MeterBusyError, match="cuda:0"):
         meter(torch.device("cuda", 0)).start()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rotor import _core
-from rotor._pytorch import core
+from rotor._pytorch import core, ends
 from rotor.common.accounting import noise_bytes
 from rotor.common.tensor_trees import grad_flags, tree_tensors
 from rotor.engines.chain.measure import measure
@@ -143,7 +143,7 @@ class StageWatch:
     def _queue(self) -> None:
         if not self._is_queued:
             self._is_queued = True
-            core.at_end_of_backward(self._finish, self._abandon)
+            ends.at_end_of_backward(self._finish, self._abandon)
 
     def _abandon(self) -> None:
         self._is_queued = False
@@ -278,7 +278,7 @@ def watch_output(engine: Any, plan: Any, output: Any) -> None:
             _learn_held(found, plan)
 
     for tensor in watched:
-        tensor.register_hook(lambda _: core.at_end_of_backward(finish))
+        tensor.register_hook(lambda _: ends.at_end_of_backward(finish))
 
 
 def _learn_held(engine: Any, plan: Any) -> None:

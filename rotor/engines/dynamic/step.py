@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from rotor._pytorch import backwards, core, destructors, dispatch
+from rotor._pytorch import backwards, core, dispatch, ends
 from rotor.common.accounting import (
     AHEAD,
     ESTIMATE_MARGIN,
@@ -532,7 +532,7 @@ class BudgetedStep:
 
     def __del__(self) -> None:
         if self._ended is not None and not sys.is_finalizing():
-            self._kept = destructors.call(self.release)
+            self._kept = ends.from_destructor(self.release)
 
 
 class _Node(Function):
