@@ -534,10 +534,14 @@ def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-    hide_from_dynamo(call)
+    leave_untraced(call, reason)
     return call
+
+
+def leave_untraced(function: Any, reason: str) -> None:
+    """Have ``torch.compile`` run a function as it is."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
+    hide_from_dynamo(function)
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> None:

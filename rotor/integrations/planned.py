@@ -268,9 +268,9 @@ def _forward_like(plain: Callable[..., Any]) -> Callable[..., Any]:
             fold(error)
             raise
 
-    found = core.untraced(forward, _NOT_COMPILED)
-    vars(found)["_is_of_rotor"] = True
-    return found
+    core.leave_untraced(forward, _NOT_COMPILED)
+    vars(forward)["_is_of_rotor"] = True
+    return forward
 
 
 def _beside_loss(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
