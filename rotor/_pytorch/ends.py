@@ -62,7 +62,8 @@ def check_after_backward(check: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(check)  # type: ignore[arg-type]
 
 
-def is_current() -> bool:
+def is_main_thread() -> bool:
+    """Return whether this is the thread in which Python began."""
     return threading.get_ident() == threading.main_thread().ident
 
 
@@ -86,14 +87,14 @@ def at_return_of_backward(
     """
 
     def run(function: Callable[[], object]) -> None:
-        if is_current():
+        if is_main_thread():
             function()
         else:
             call_soon(function)
 
     def has_ended_elsewhere() -> bool:
         last()
-        return not is_current()
+        return not is_main_thread()
 
     end = BackwardEnd(partial(run, done), partial(run, failed), has_ended_elsewhere)
     torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -153,7 +153,7 @@ class _Session:
         with self._changed:
             if self._thread or self.is_wanted_elsewhere:
                 return False
-            if not ends.is_current():
+            if not ends.is_main_thread():
                 _ends.thread_end = _ThreadEnd()
             self._trace, self._thread = weakref.ref(trace), threading.get_ident()
             _callers._prepare_profiler = _prepare_callers

@@ -490,7 +490,7 @@ class _DeviceMeter(Meter):
         if self._pause.is_on:
             return True
         by_counters, _DeviceMeter._by_counters = _DeviceMeter._by_counters, False
-        return ends.is_current() and not by_counters
+        return ends.is_main_thread() and not by_counters
 
     def _begin(self) -> None:
         self._settle()

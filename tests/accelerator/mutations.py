@@ -125,7 +125,7 @@ MUTATIONS = [
              "devices.reset_peak(self.device)", "devices.reset_peak(self.device)",
              "tests/devices/test_sim_meter.py -k statistics"),
     Mutation("metered steps read events", METER,
-             "return ends.is_current() and not by_counters",
+             "return ends.is_main_thread() and not by_counters",
              "return False", "tests/devices/test_sim_meter.py -k statistics"),
     Mutation("the main thread ends a step's trace", METER,
              "ends.at_return_of_backward(self._note_end, done, failed)",

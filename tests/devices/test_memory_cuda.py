@@ -54,7 +54,7 @@ def test_a_cuda_meter_reads_the_allocators_counters(monkeypatch):
     cuda.allocate(9000)
     cuda.allocate(-9500)
     # The main thread, and a ``with`` block, read the allocator's events.
-    monkeypatch.setattr(ends, "is_current", lambda: False)
+    monkeypatch.setattr(ends, "is_main_thread", lambda: False)
     m, other = meter("cuda:0").start(), meter("cuda:1").start()
     with pytest.raises(MeterBusyError, match="cuda:0"):
         meter(torch.device("cuda", 0)).start()
