@@ -196,7 +196,7 @@ class _Watcher:
                 module.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _limit(self, module: nn.Module) -> PlannedForward:
-        """Have a module train within the limit; without the watcher, it would live no shorter."""
+        """Have a module train within the limit, and return its planned forward."""
         self._known.add(module)
         planned = PlannedForward(module, **self._limits)
         planned.install()

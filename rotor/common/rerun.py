@@ -294,10 +294,9 @@ class Rerun:
         """Return whether the running backward is one that a plan cannot give.
 
         `given` are the gradients of the outputs of the running node, which makes those of `leaves`,
-        parameters and others; with `repeats` the plan keeps what a second
-        backward needs; with `has_changed` its code reads other values than in the forward. Raises
-        RuntimeError if this is half of the backward of a pipeline's stage, or if the graph was not
-        kept for it.
+        parameters and others; with `repeats` the plan keeps what a second backward needs; with
+        `has_changed` its code reads other values than in the forward. Raises RuntimeError if this
+        is half of the backward of a pipeline's stage, or if the graph was not kept for it.
         """
         self._tape = None  # Of a backward that has failed.
         if self._is_over:

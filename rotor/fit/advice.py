@@ -48,10 +48,10 @@ def cheap_limit(curve: Curve, needed_bytes: int | None = None) -> int:
     more, return the least limit of all.
     """
     slower = curve.seconds / curve.seconds[-1]
-    last = int(curve.bytes[-1])
+    needed = min(int(curve.bytes[-1]), needed_bytes or int(curve.bytes[-1]))
     for most in _CHEAP:
         cheap = int(curve.bytes[slower <= most].min())
-        if cheap < _SAVES * min(last, last if needed_bytes is None else needed_bytes):
+        if cheap < _SAVES * needed:
             return cheap
     return int(curve.minimum_bytes)
 
@@ -72,9 +72,9 @@ def advise(
     """Return the cost of limits for a training step with these arguments; leave no trace.
 
     `room` gives the limit of the advice; without it, a cheap limit is taken, below what the step
-    needed without one, if that was metered. A model without a
-    single plan runs steps, with the sum of the outputs for a loss, within the free memory of the
-    device. Raises InfeasibleError, ValueError or CaptureError if no plan exists.
+    needed without one, if that was metered. A model without a single plan runs steps, with the sum
+    of the outputs for a loss, within the free memory of the device. Raises InfeasibleError,
+    ValueError or CaptureError if no plan exists.
     """
     device = device_of_call(module, args, kwargs)
 
